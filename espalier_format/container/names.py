@@ -1,0 +1,10 @@
+"""File names with a meaning of their own in a checkpoint folder."""
+
+from __future__ import annotations
+
+from typing import Final
+
+CONFIG_NAME: Final = "config.json"
+MANIFEST_NAME: Final = "espalier_manifest.json"
+PROGRESS_NAME: Final = ".espalier-in-progress"
+"""Folder inside a destination that holds everything of an output that is not complete yet."""

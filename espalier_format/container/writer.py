@@ -1,0 +1,271 @@
+"""The crash-safe, streaming writer of checkpoint folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Final, NamedTuple, Self, TypeVar
+
+from espalier_format.container.folder import SHARD_SUFFIX
+from espalier_format.container.hashing import Buffer, FileHasher, FileRecord
+from espalier_format.container.header import Header, serialise_header, tensor_bytes
+from espalier_format.container.index import INDEX_NAME, Index
+from espalier_format.container.names import MANIFEST_NAME
+from espalier_format.container.pieces import batches, file_pieces, piece_bytes, start_writeback, write_all
+from espalier_format.container.regular_file import open_regular
+from espalier_format.container.shard import CHUNK_BYTES, Shard
+from espalier_format.container.staging import Staging, write_error
+from espalier_format.errors import ShapeError, UsageError
+
+_QUEUED_BYTES: Final = 4 * CHUNK_BYTES  # that wait for the hashing thread
+_FLUSH_BYTES: Final = 32 * 1024 * 1024
+
+_T = TypeVar("_T")
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor to write: `chunks` gives its little-endian bytes in order, in pieces of any size.
+
+    A piece is written and hashed later than it was taken, so its content must not change any more.
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    chunks: Callable[[], Iterable[Buffer]]
+
+
+class CheckpointWriter:
+    """Write a checkpoint folder; a context manager.
+
+    Durability: until `finish` has put everything on disk, all files have temporary names inside the destination;
+    config.json gets its name last. When an exception (KeyboardInterrupt too) leaves the `with` block, or `finish` was
+    not called, the destination is as it was before. After a kill or power loss it holds no config.json unless it is
+    complete; what is left then is in `.espalier-in-progress` and goes with the next run with `force`.
+
+    Memory: a few pieces of 4 MiB. Each file is hashed while it is written, by a second thread.
+    """
+
+    def __init__(
+        self,
+        destination: str | Path,
+        *,
+        force: bool = False,
+        sources: Iterable[str | Path] = (),
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        """Check the destination; nothing is changed before the `with` block is entered.
+
+        `sources` are the folders that are read from; `force` allows to replace an output of this program at commit
+        time; `progress` is called with the number of bytes just written.
+
+        Raises:
+            UsageError, OutputExistsError, WriteError: as `Staging`.
+        """
+        self.destination = Path(destination)
+        self._staging = Staging(self.destination, force=force, sources=[Path(source) for source in sources])
+        self._progress = progress
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="espalier-hash")
+        self._queued: deque[tuple[Future[None], int]] = deque()
+        self._queued_bytes = 0
+        self._records: dict[str, Future[FileRecord]] = {}
+        self._weight_map: dict[str, str] = {}
+        self._tensor_bytes = 0
+        self._open: dict[int, Path] = {}
+        self._last: list[str] = []
+        self._state = "new"
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise UsageError("a writer can be used once", path=self.destination)
+        self._state = "open"
+        self._staging.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state != "finished":
+            self._abort()
+
+    @property
+    def records(self) -> Mapping[str, FileRecord]:
+        """Size and hashes of all files added so far; waits for the hashing thread."""
+        return MappingProxyType({name: self._result(record, name) for name, record in self._records.items()})
+
+    def add_shard(
+        self,
+        name: str,
+        tensors: Iterable[PlannedTensor],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        pad: bool = True,
+    ) -> None:
+        """Write a safetensors file: the header first, then the tensors in the given order.
+
+        Raises:
+            PathError: unsafe name.
+            LimitError, MalformedError, DtypeError: as `serialise_header`.
+            ShapeError: a tensor gave another number of bytes than its shape says.
+            WriteError: the operating system refuses.
+            EspalierError: whatever `chunks` raises passes through.
+        """
+        planned = list(tensors)
+        header = serialise_header(((item.name, item.dtype, item.shape) for item in planned), metadata, pad=pad)
+        sizes = [tensor_bytes(item.dtype, item.shape) for item in planned]
+        self._write(name, len(header) + sum(sizes), _shard_bytes(header, planned, sizes))
+        self._list(name, (item.name for item in planned), sum(sizes))
+
+    def add_copy(self, name: str, source: Path, *, header: Header | None = None) -> None:
+        """Copy a file byte for byte, without its mode.
+
+        The tensors of a top-level *.safetensors file enter the index; give its `header` where it is known.
+
+        Raises:
+            PathError: unsafe name.
+            TruncatedError: the source shrank meanwhile.
+            WriteError: the operating system refuses to write.
+            MissingFileError, MalformedError, SourceError: the source cannot be read; as `Shard` for shards.
+        """
+        if header is None and _is_shard(name):
+            with Shard(source) as shard:
+                header = shard.header
+        file, size = open_regular(source)
+        with file:
+            self._write(name, size, file_pieces(file.fileno(), size, source))
+        if header is not None:
+            self._list(name, header.tensors, header.file_size - header.data_start)
+
+    def add_bytes(self, name: str, data: bytes, *, last: bool = False) -> None:
+        """Write a small file. `last`: rename it after the index, just before config.json.
+
+        Raises:
+            PathError: unsafe name.
+            WriteError: the operating system refuses.
+        """
+        self._write(name, len(data), iter((data,)))
+        if last:
+            self._last.append(name)
+
+    def finish(
+        self,
+        *,
+        index: bool | bytes = False,
+        manifest: Callable[[Mapping[str, FileRecord]], bytes] | None = None,
+    ) -> Mapping[str, FileRecord]:
+        """Put everything on disk and give all files their names; return the records of all files.
+
+        `index`: True writes an index of all shards added, bytes are written as the index. `manifest` gets the records
+        of all other files and returns the content of espalier_manifest.json.
+
+        Raises:
+            WriteError: the operating system refuses; the destination is as before.
+        """
+        if self._state != "open":
+            raise UsageError("finish() belongs in the with block of the writer, once", path=self.destination)
+        if index is True:
+            built = Index(dict(sorted(self._weight_map.items())), {"total_size": self._tensor_bytes})
+            self.add_bytes(INDEX_NAME, built.dumps())
+        elif index is not False:
+            self.add_bytes(INDEX_NAME, index)
+        if manifest is not None:
+            self.add_bytes(MANIFEST_NAME, manifest(self.records))
+        records = self.records
+        self._staging.commit(self._last)
+        self._state = "finished"
+        self._hashing.shutdown()
+        return records
+
+    def _write(self, name: str, size: int, chunks: Iterator[Buffer]) -> None:
+        if self._state != "open":
+            raise UsageError("a writer writes within its with block only", path=self.destination)
+        path = self._staging.file(name)
+        # Anything that goes wrong below leaves an incomplete file, after which finish() must not succeed.
+        self._state = "failed"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise write_error(error, self.destination / name) from error
+        self._open[descriptor] = path
+        hasher = FileHasher(size)
+        position = flushed = 0
+        for batch, count in batches(chunks):
+            self._submit(hasher, batch, count, name)
+            try:
+                write_all(descriptor, batch)
+                position += count
+                if position - flushed >= _FLUSH_BYTES:
+                    start_writeback(descriptor, flushed, position - flushed)
+                    flushed = position
+            except OSError as error:
+                raise write_error(error, self.destination / name) from error
+            if self._progress is not None:
+                self._progress(count)
+        self._records[name] = self._hashing.submit(self._close, descriptor, hasher)
+        self._state = "open"
+
+    def _submit(self, hasher: FileHasher, batch: list[Buffer], count: int, name: str) -> None:
+        while self._queued and self._queued_bytes + count > _QUEUED_BYTES:
+            future, done = self._queued.popleft()
+            self._result(future, name)
+            self._queued_bytes -= done
+        self._queued.append((self._hashing.submit(_hash, hasher, batch), count))
+        self._queued_bytes += count
+
+    def _result(self, future: Future[_T], name: str) -> _T:
+        try:
+            return future.result()
+        except OSError as error:
+            raise write_error(error, self.destination / name) from error
+
+    def _close(self, descriptor: int, hasher: FileHasher) -> FileRecord:
+        os.fsync(descriptor)
+        os.close(descriptor)
+        del self._open[descriptor]
+        return hasher.record()
+
+    def _list(self, name: str, tensors: Iterable[str], size: int) -> None:
+        if _is_shard(name):
+            self._weight_map.update(dict.fromkeys(tensors, name))
+            self._tensor_bytes += size
+
+    def _abort(self) -> None:
+        self._state = "aborted"
+        self._hashing.shutdown(cancel_futures=True)
+        for descriptor in self._open:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._open.clear()
+        self._staging.abort()
+
+
+def _is_shard(name: str) -> bool:
+    return name.endswith(SHARD_SUFFIX) and "/" not in name
+
+
+def _shard_bytes(header: bytes, tensors: list[PlannedTensor], sizes: list[int]) -> Iterator[Buffer]:
+    yield header
+    for tensor, size in zip(tensors, sizes, strict=True):
+        missing = size
+        for chunk in tensor.chunks():
+            missing -= piece_bytes(chunk)
+            if missing < 0:
+                break
+            yield chunk
+        if missing:
+            raise ShapeError(
+                "data is of another size than the shape",
+                tensor=tensor.name,
+                expected=f"{size} bytes",
+                got=size - missing,
+            )
+
+
+def _hash(hasher: FileHasher, batch: list[Buffer]) -> None:
+    for piece in batch:
+        hasher.update(piece)
