@@ -1,0 +1,66 @@
+"""The open format for trellis-quantized LLM checkpoints: open, check, decode and convert them.
+
+Start with ``open_checkpoint``. Names are imported when they are first used, so ``import espalier_format``
+costs almost nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from espalier_format import errors
+    from espalier_format.checkpoint import Checkpoint, QuantizedModule, open_checkpoint
+    from espalier_format.codec.codebook import CODEBOOKS, Codebook, get_codebook
+    from espalier_format.errors import EspalierError
+    from espalier_format.schema import Manifest, QuantizationConfig
+
+    __version__: str
+
+__all__ = [
+    "CODEBOOKS",
+    "Checkpoint",
+    "Codebook",
+    "EspalierError",
+    "Manifest",
+    "QuantizationConfig",
+    "QuantizedModule",
+    "__version__",
+    "errors",
+    "get_codebook",
+    "open_checkpoint",
+]
+
+_HOMES: Final = {
+    "CODEBOOKS": "espalier_format.codec.codebook",
+    "Checkpoint": "espalier_format.checkpoint",
+    "Codebook": "espalier_format.codec.codebook",
+    "EspalierError": "espalier_format.errors",
+    "Manifest": "espalier_format.schema",
+    "QuantizationConfig": "espalier_format.schema",
+    "QuantizedModule": "espalier_format.checkpoint",
+    "get_codebook": "espalier_format.codec.codebook",
+    "open_checkpoint": "espalier_format.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use (PEP 562)."""
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import version  # noqa: PLC0415 - costs more than the rest of the import
+
+        value = version("espalier-format")
+    elif name == "errors":
+        value = import_module("espalier_format.errors")
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,143 @@
+"""An open checkpoint of any format: headers are read and checked, tensors are read when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from espalier_format.errors import MissingTensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    import numpy as np
+
+    from espalier_format.checkpoint.module import QuantizedModule
+    from espalier_format.checkpoint.tensors import TensorRef
+    from espalier_format.codec.rounding import OutputDtype
+    from espalier_format.container.folder import CheckpointFolder
+    from espalier_format.container.shard import Shard
+    from espalier_format.schema.config import QuantizationConfig
+
+Format = Literal["espalier", "exl3", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBankView:
+    """The experts of one layer: per projection, the quantized module of each expert.
+
+    ``projections`` maps a projection to one module name per expert, None where that expert is stored plain.
+    """
+
+    name: str
+    num_experts: int
+    projections: Mapping[str, tuple[str | None, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A checkpoint that ``open_checkpoint`` has checked.
+
+    ``config`` is config.json ({} where there is none); ``quantization`` is its checked block, for an
+    Espalier checkpoint only. ``tensors`` holds all tensors in shard order, ``modules`` all quantized
+    modules, experts included, in the order of their trellis tensors; ``plain`` names the tensors that
+    belong to no quantized module; ``other_files`` the files that are no shard, index, config.json or
+    manifest. ``warnings`` are lines for a person about what was found and does no harm.
+
+    Reading is lazy and memory-mapped; reading from several threads is safe, closing meanwhile is not. The
+    files must not be changed while the checkpoint is open.
+    """
+
+    folder: CheckpointFolder
+    format: Format
+    config: Mapping[str, Any]
+    quantization: QuantizationConfig | None
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorRef]
+    modules: Mapping[str, QuantizedModule]
+    expert_banks: Mapping[str, ExpertBankView]
+    plain: tuple[str, ...]
+    other_files: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all shards. Arrays that were handed out stay valid."""
+        for shard in self.shards:
+            shard.close()
+
+    def module(self, name: str) -> QuantizedModule:
+        """Return a quantized module.
+
+        Raises:
+            MissingTensorError: there is no quantized module of that name.
+        """
+        if name not in self.modules:
+            raise MissingTensorError("there is no quantized module of this name", path=self.folder.root, tensor=name)
+        return self.modules[name]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Return a tensor as stored, a read-only array; BF16 as uint16 bit patterns.
+
+        Raises:
+            MissingTensorError: there is no tensor of that name.
+        """
+        if name not in self.tensors:
+            raise MissingTensorError("there is no tensor of this name", path=self.folder.root, tensor=name)
+        return self.tensors[name].array()
+
+    def decode(self, name: str, dtype: OutputDtype = "float32", device: str | None = None) -> Any:
+        """Return a weight in full, shape (out_features, in_features), as Hugging Face checkpoints store it.
+
+        ``name`` is a quantized module, or a plain floating-point tensor, which is returned in its own
+        shape. ``dtype`` is "float32", "float16" or "bfloat16". Without ``device`` the result is a numpy
+        array (bfloat16 as uint16 bit patterns), correctly rounded from the exact value to nearest even
+        (``spec/rotation.md``). With one, e.g. "cpu" or "cuda", it is a torch tensor on that device; modules
+        are then decoded by the torch decoder, within its stated tolerance.
+
+        Raises:
+            MissingTensorError: there is no such module or tensor.
+            NonFiniteScaleError: a scale of the module is infinite or NaN.
+            ScaleOverflowError: a weight is too large for ``dtype``.
+            UsageError: another dtype, or a plain tensor that is not floating-point.
+            DependencyError: ``device`` is given, and torch is not installed.
+        """
+        from espalier_format.checkpoint.decoding import decode_module, decode_plain  # noqa: PLC0415 - imports numpy
+
+        if name in self.modules:
+            return decode_module(self.modules[name], dtype, device)
+        if name not in self.tensors:
+            raise MissingTensorError(
+                "there is no quantized module and no tensor of this name", path=self.folder.root, tensor=name
+            )
+        return decode_plain(self.tensors[name], dtype, device)
+
+    def codes(self, name: str) -> np.ndarray:
+        """Return a module's codes in the rotated basis: (padded_in, padded_out), int8 for grids, else float16.
+
+        Raises:
+            MissingTensorError: there is no quantized module of that name.
+        """
+        from espalier_format.kernels.numpy_decoder import decode_codes  # noqa: PLC0415 - imports numpy
+
+        module = self.module(name)
+        return decode_codes(module.trellis.array(), module.codebook)
+
+    def digest(self, name: str) -> str:
+        """Return a module's decode digest, in hexadecimal (``spec/manifest.md`` §4); memory stays bounded.
+
+        Raises:
+            MissingTensorError: there is no quantized module of that name.
+        """
+        from espalier_format.kernels.digest import decode_digest  # noqa: PLC0415 - imports numpy
+
+        module = self.module(name)
+        return decode_digest(module.trellis.array(), module.codebook)

@@ -1,0 +1,81 @@
+"""Find the expert banks of an EXL3 checkpoint, which has no config that names them (spec/exl3.md §5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from espalier_format.checkpoint.base import ExpertBankView
+from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from espalier_format.checkpoint.true_sizes import TrueSize
+    from espalier_format.codec.codebook import Codebook
+
+_LONGEST_NUMBER = 9
+
+
+def derive_banks(
+    modules: Mapping[str, tuple[Codebook, TrueSize]], plain_shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, ExpertBankView]:
+    """Return the banks: modules ``<bank>.<e>.<projection>`` where ``<bank>`` ends in the part ``experts``.
+
+    A projection belongs to the bank when every expert from 0 to the highest of any projection has it,
+    quantized or as a plain ``.weight``, all with the same sizes and the same source of them, in at most 36
+    codebooks. The experts of a projection that does not qualify are modules of their own.
+    """
+    quantized: dict[str, dict[str, dict[int, str]]] = {}
+    for name in modules:
+        found = _expert(name)
+        if found is not None:
+            bank, expert, projection = found
+            quantized.setdefault(bank, {}).setdefault(projection, {})[expert] = name
+    plain: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for name, shape in plain_shapes.items():
+        found = _expert(name[: -len(".weight")]) if name.endswith(".weight") else None
+        if found is not None and found[0] in quantized:
+            plain.setdefault((found[0], found[2]), {})[found[1]] = shape
+    banks = {}
+    for bank, projections in quantized.items():
+        highest = max(expert for experts in projections.values() for expert in experts)
+        for (plain_bank, _), shapes in plain.items():
+            if plain_bank == bank:
+                highest = max(highest, *shapes)
+        views = {}
+        for projection, experts in projections.items():
+            shapes = plain.get((bank, projection), {})
+            if _is_uniform(experts, shapes, modules, highest + 1):
+                views[projection] = tuple(experts.get(expert) for expert in range(highest + 1))
+        if views:
+            banks[bank] = ExpertBankView(bank, highest + 1, views)
+    return banks
+
+
+def _expert(name: str) -> tuple[str, int, str] | None:
+    """Split ``<bank>.<expert>.<projection>``, or return None."""
+    parts = name.rsplit(".", 2)
+    if len(parts) != 3 or not (parts[0] == "experts" or parts[0].endswith(".experts")):
+        return None
+    bank, number, projection = parts
+    canonical = number.isascii() and number.isdigit() and (number == "0" or number[0] != "0")
+    return (bank, int(number), projection) if canonical and len(number) <= _LONGEST_NUMBER else None
+
+
+def _is_uniform(
+    experts: Mapping[int, str],
+    plain: Mapping[int, tuple[int, ...]],
+    modules: Mapping[str, tuple[Codebook, TrueSize]],
+    num_experts: int,
+) -> bool:
+    """Tell whether the experts of one projection can share one entry of a bank."""
+    # Counting first: a single expert of number 999,999,999 must not cost a loop of that length.
+    if len(experts.keys() | plain.keys()) != num_experts:
+        return False
+    sizes = {
+        (size.in_features, size.out_features, size.source) for _, size in (modules[name] for name in experts.values())
+    }
+    if len(sizes) != 1 or len({modules[name][0] for name in experts.values()}) > len(ASSIGNMENT_ALPHABET):
+        return False
+    in_features, out_features, _ = sizes.pop()
+    return all(shape == (out_features, in_features) for expert, shape in plain.items() if expert not in experts)

@@ -1,0 +1,265 @@
+"""Open an EXL3 checkpoint (spec/exl3.md): the shards are right, whatever else is said about them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from espalier_format.checkpoint.base import Checkpoint
+from espalier_format.checkpoint.derived_banks import derive_banks
+from espalier_format.checkpoint.files import index_warnings, other_files
+from espalier_format.checkpoint.module import Blocks, QuantizedModule
+from espalier_format.checkpoint.storage_claims import storage_warnings
+from espalier_format.checkpoint.tensors import FLOATING, LazyMapping, TensorTable
+from espalier_format.checkpoint.true_sizes import TrueSize, resolve_true_sizes, size_warnings
+from espalier_format.codec.codebook import EXL3_MARKERS, Codebook, exl3_codebook
+from espalier_format.errors import (
+    CodebookError,
+    DtypeError,
+    EspalierError,
+    MissingTensorError,
+    ShapeError,
+    TruncatedError,
+    UnexpectedTensorError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from espalier_format.container.folder import CheckpointFolder
+    from espalier_format.container.header import TensorInfo
+    from espalier_format.container.shard import Shard
+
+BLOCK: Final = 128
+"""EXL3 rotates both sides in blocks of 128."""
+
+_KINDS: Final = frozenset({"trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "scale"})
+
+
+class _Parts(NamedTuple):
+    """The tensors of one module, checked."""
+
+    codebook: Codebook
+    trellis: str
+    suh: str
+    svh: str
+    bias: str | None
+    marker: str | None
+    stored: tuple[int, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.suh, self.svh, self.bias, self.marker, self.trellis) if name is not None)
+
+
+def has_exl3_modules(table: TensorTable) -> bool:
+    """Tell whether any tensor is a rank-3 ``.trellis`` with an EXL3 scale vector beside it."""
+    return any(
+        name.endswith(".trellis")
+        and len(info.shape) == 3
+        and any(f"{name[: -len('trellis')]}{kind}" in table.infos for kind in ("suh", "su", "svh", "sv"))
+        for name, info in table.infos.items()
+    )
+
+
+def open_exl3(
+    folder: CheckpointFolder, config: Mapping[str, Any], shards: tuple[Shard, ...], table: TensorTable, *, lone: bool
+) -> Checkpoint:
+    """Check an EXL3 checkpoint and return it; of the tensor data only codebook markers are read.
+
+    ``lone`` says that a single file was given: then nothing else in its folder belongs to the checkpoint.
+    The index and quantization_config.json only lead to warnings.
+
+    Raises:
+        CodebookError: a marker holds another value than its constant, both markers are there, or the rate
+            needs another codebook.
+        MissingTensorError, UnexpectedTensorError, DtypeError, ShapeError: the tensors of a module do not
+            fit together.
+        DuplicateTensorError: two shards hold different tensors of one name.
+    """
+    warnings = [*table.check_duplicates(), *(() if lone else index_warnings(folder, shards))]
+    parts = _collect(table)
+    _check_markers(parts, table)
+    claimed = {tensor for module in parts.values() for tensor in module.names}
+    plain = tuple(name for name in table.infos if name not in claimed)
+    sizes = resolve_true_sizes(
+        config,
+        {name: module.stored for name, module in parts.items()},
+        {name: table.infos[name].shape for name in plain},
+    )
+    for name, module in parts.items():
+        _check_bias(module, sizes[name], table)
+    warnings.extend(size_warnings(sizes))
+    if not lone:
+        warnings.extend(storage_warnings(folder, table))
+
+    def make(name: str) -> QuantizedModule:
+        module, size = parts[name], sizes[name]
+        return QuantizedModule(
+            name=name,
+            codebook=module.codebook,
+            in_features=size.in_features,
+            out_features=size.out_features,
+            rotation=Blocks(BLOCK, BLOCK),
+            size_source=size.source,
+            trellis=table.ref(module.trellis),
+            suh=table.ref(module.suh),
+            svh=table.ref(module.svh),
+            bias=None if module.bias is None else table.ref(module.bias),
+            marker=None if module.marker is None else table.ref(module.marker),
+            packed_su=module.suh.endswith(".su"),
+            packed_sv=module.svh.endswith(".sv"),
+            size_how=size.how,
+        )
+
+    return Checkpoint(
+        folder=folder,
+        format="exl3",
+        config=config,
+        quantization=None,
+        shards=shards,
+        tensors=table.refs(),
+        modules=LazyMapping(tuple(parts), make),
+        expert_banks=derive_banks(
+            {name: (module.codebook, sizes[name]) for name, module in parts.items()},
+            {name: table.infos[name].shape for name in plain},
+        ),
+        plain=plain,
+        other_files=() if lone else other_files(folder, shards),
+        warnings=tuple(warnings),
+    )
+
+
+def _collect(table: TensorTable) -> dict[str, _Parts]:
+    """Group the tensors by module and check each group; modules are in the order of their trellis tensors."""
+    kinds: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in table.infos.items():
+        module, dot, kind = name.rpartition(".")
+        if dot and kind in _KINDS:
+            kinds.setdefault(module, {})[kind] = info
+    modules = {}
+    for name, info in table.infos.items():
+        if name.endswith(".trellis"):
+            module = name[: -len(".trellis")]
+            if len(info.shape) == 3:
+                modules[module] = _module(module, kinds.pop(module), table)
+            elif len(info.shape) == 2:
+                # A row table (of an embedding): another codec, which is carried as it is.
+                del kinds[module]
+            else:
+                raise _refuse(
+                    ShapeError, "a trellis has three dimensions, a row table two", info, table, got=list(info.shape)
+                )
+    for module, found in kinds.items():
+        orphan = next((found[kind] for kind in ("suh", "svh", "su", "sv") if kind in found), None)
+        if orphan is not None:
+            raise _refuse(MissingTensorError, f"there is no {module}.trellis for this tensor", orphan, table)
+    return modules
+
+
+def _module(name: str, found: Mapping[str, TensorInfo], table: TensorTable) -> _Parts:
+    trellis = found["trellis"]
+    if trellis.dtype != "I16":
+        raise _refuse(DtypeError, "wrong dtype", trellis, table, expected="I16", got=trellis.dtype)
+    rows, columns = 16 * trellis.shape[0], 16 * trellis.shape[1]
+    if rows == 0 or columns == 0 or rows % BLOCK or columns % BLOCK:
+        raise _refuse(ShapeError, f"both sides must be multiples of {BLOCK}", trellis, table, got=f"{rows} x {columns}")
+    if "scale" in found:
+        raise _refuse(UnexpectedTensorError, "no version of EXL3 has this tensor", found["scale"], table)
+    suh = _scale(trellis, found, ("suh", "su"), rows, table)
+    svh = _scale(trellis, found, ("svh", "sv"), columns, table)
+    markers = [found[marker] for marker in EXL3_MARKERS if marker in found]
+    if len(markers) > 1:
+        raise _refuse(CodebookError, f"{name} has the markers of two codebooks", markers[1], table)
+    marker = markers[0] if markers else None
+    if marker is not None:
+        if marker.dtype != "I32":
+            raise _refuse(DtypeError, "wrong dtype", marker, table, expected="I32", got=marker.dtype)
+        if marker.shape != ():
+            raise _refuse(ShapeError, "wrong shape", marker, table, expected="no dimensions", got=list(marker.shape))
+    try:
+        codebook = exl3_codebook(None if marker is None else marker.name.rpartition(".")[2], trellis.shape[2])
+    except (CodebookError, ShapeError) as error:
+        raise _refuse(type(error), error.message, trellis, table, expected=error.expected, got=error.got) from None
+    bias = table.infos.get(f"{name}.bias")
+    return _Parts(
+        codebook=codebook,
+        trellis=trellis.name,
+        suh=suh.name,
+        svh=svh.name,
+        bias=None if bias is None else bias.name,
+        marker=None if marker is None else marker.name,
+        stored=(rows, columns),
+    )
+
+
+def _scale(
+    trellis: TensorInfo, found: Mapping[str, TensorInfo], kinds: tuple[str, str], size: int, table: TensorTable
+) -> TensorInfo:
+    """Return the scale vector of one side: float16, or the legacy packed signs."""
+    full, packed = (found.get(kind) for kind in kinds)
+    scale = full or packed
+    if scale is None:
+        raise _refuse(MissingTensorError, f"the module has neither {kinds[0]} nor {kinds[1]}", trellis, table)
+    if full is not None and packed is not None:
+        raise _refuse(UnexpectedTensorError, f"the module has both {kinds[0]} and {kinds[1]}", packed, table)
+    dtype, shape = ("I16", (size // 16,)) if full is None else ("F16", (size,))
+    if scale.dtype != dtype:
+        raise _refuse(DtypeError, "wrong dtype", scale, table, expected=dtype, got=scale.dtype)
+    if scale.shape != shape:
+        raise _refuse(ShapeError, "wrong shape", scale, table, expected=list(shape), got=list(scale.shape))
+    return scale
+
+
+def _check_bias(module: _Parts, size: TrueSize, table: TensorTable) -> None:
+    if module.bias is None:
+        return
+    bias = table.infos[module.bias]
+    if bias.dtype not in FLOATING:
+        raise _refuse(DtypeError, "a bias must be floating-point", bias, table, got=bias.dtype)
+    if bias.shape not in ((module.stored[1],), (size.out_features,)):
+        raise _refuse(ShapeError, "wrong shape", bias, table, expected=[module.stored[1]], got=list(bias.shape))
+
+
+def _check_markers(modules: Mapping[str, _Parts], table: TensorTable) -> None:
+    """Raise ``CodebookError`` unless every marker holds the constant of its codebook."""
+    by_shard: dict[str, list[TensorInfo]] = {}
+    for module in modules.values():
+        if module.marker is not None:
+            by_shard.setdefault(table.shards[module.marker].name, []).append(table.infos[module.marker])
+    for markers in by_shard.values():
+        shard = table.shards[markers[0].name]
+        # Four bytes per module, far apart: announcing all of them first lets a cold disk fetch them together,
+        # and reading them without a memory map fetches no pages around them.
+        with shard.path.open("rb", buffering=0) as file:
+            descriptor, begin = file.fileno(), shard.header.data_start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+                for marker in markers:
+                    os.posix_fadvise(descriptor, begin + marker.start, 4, os.POSIX_FADV_WILLNEED)
+            for marker in markers:
+                data = os.pread(descriptor, 4, begin + marker.start)
+                if len(data) != 4:
+                    raise _refuse(TruncatedError, "the file has become shorter", marker, table)
+                value, constant = int.from_bytes(data, "little"), EXL3_MARKERS[marker.name.rpartition(".")[2]]
+                if value != constant:
+                    raise _refuse(
+                        CodebookError,
+                        "the codebook has another multiplier (experimental versions of EXL3 wrote such files)",
+                        marker,
+                        table,
+                        expected=f"0x{constant:08X}",
+                        got=f"0x{value:08X}",
+                    )
+
+
+def _refuse(
+    kind: type[EspalierError],
+    message: str,
+    info: TensorInfo,
+    table: TensorTable,
+    *,
+    expected: object = None,
+    got: object = None,
+) -> EspalierError:
+    return kind(message, path=table.shards[info.name].path, tensor=info.name, expected=expected, got=got)

@@ -1,0 +1,116 @@
+"""``open_checkpoint``: find out what a path holds, and open it."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from espalier_format.checkpoint.files import CONFIG_NAME, open_shards, read_config
+from espalier_format.checkpoint.tensors import TensorTable
+from espalier_format.container.folder import SHARD_SUFFIX, CheckpointFolder
+from espalier_format.container.shard import Shard
+from espalier_format.errors import FormatVersionError, MissingFileError, SchemaError, SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from espalier_format.checkpoint.base import Checkpoint
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint, after checking everything that can be checked without reading tensor data.
+
+    ``path`` is a folder of safetensors files with a config.json, or one ``.safetensors`` file. Of an
+    Espalier checkpoint (``quantization_config.quant_method`` "espalier") config, index and shard headers
+    must agree exactly. An EXL3 checkpoint is known by its method or, where none is stated, by its tensors;
+    anything else is "plain".
+    A single file cannot be part of an Espalier checkpoint: the config is missing.
+
+    The result holds file handles; use it as a context manager, or call ``close``.
+
+    Raises:
+        RefusedError: one of its subclasses; nothing that is wrong is skipped (``spec/errors.md``).
+        InconsistentError: one of its subclasses; the checkpoint contradicts itself.
+    """
+    with _collector_paused():
+        location = Path(path)
+        return _open_file(location) if location.is_file() else _open_folder(CheckpointFolder.open(location))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the cyclic garbage collector from walking again and again over the headers while they are read.
+
+    A checkpoint of 90,000 tensors makes as many objects that stay and form no cycles; opening it takes
+    half as long again with the collector on.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _open_folder(folder: CheckpointFolder) -> Checkpoint:
+    config = read_config(folder)
+    block = None if config is None else config.get("quantization_config")
+    if block is not None and not isinstance(block, dict):
+        raise SchemaError("quantization_config must be a JSON object", path=folder.root / CONFIG_NAME)
+    if isinstance(block, dict) and block.get("quant_method") == "espalier" and config is not None:
+        from espalier_format.checkpoint.espalier import open_espalier  # noqa: PLC0415 - imports pydantic
+
+        return open_espalier(folder, config)
+    shards = open_shards(folder)
+    if not shards:
+        raise SourceError(f"the folder holds no *{SHARD_SUFFIX}", path=folder.root)
+    return _open_other(folder, config, shards, lone=False)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix != SHARD_SUFFIX:
+        raise SourceError(f"neither a folder nor a {SHARD_SUFFIX} file", path=path)
+    return _open_other(CheckpointFolder.open(path.parent), None, (Shard(path),), lone=True)
+
+
+def _open_other(
+    folder: CheckpointFolder, config: dict[str, Any] | None, shards: tuple[Shard, ...], *, lone: bool
+) -> Checkpoint:
+    from espalier_format.checkpoint.exl3 import has_exl3_modules, open_exl3  # noqa: PLC0415 - only where needed
+    from espalier_format.checkpoint.plain import open_plain  # noqa: PLC0415
+
+    try:
+        table = TensorTable(shards)
+        _refuse_espalier_tensors(folder, config, table, lone=lone)
+        block = (config or {}).get("quantization_config")
+        stated = block.get("quant_method") if isinstance(block, dict) else None
+        if stated == "exl3" or (stated is None and has_exl3_modules(table)):
+            return open_exl3(folder, config or {}, shards, table, lone=lone)
+        return open_plain(folder, config or {}, shards, table, lone=lone)
+    except BaseException:
+        for shard in shards:
+            shard.close()
+        raise
+
+
+def _refuse_espalier_tensors(
+    folder: CheckpointFolder, config: dict[str, Any] | None, table: TensorTable, *, lone: bool
+) -> None:
+    """Refuse shards of an Espalier checkpoint whose config is missing: the format version is unknown then."""
+    found = next((n for n in table.infos if "esp_" in n and n.rpartition(".")[2].startswith("esp_")), None)
+    if found is None:
+        return
+    if lone or config is None:
+        raise MissingFileError(
+            f"{found} belongs to an Espalier checkpoint, which cannot be read without its {CONFIG_NAME}"
+            + ("; open the folder instead" if lone and (folder.root / CONFIG_NAME).exists() else ""),
+            path=table.shards[found].path,
+        )
+    raise FormatVersionError(
+        f"{found} belongs to an Espalier checkpoint, but {CONFIG_NAME} has no quantization_config of quant_method "
+        '"espalier", so the format version is unknown',
+        path=table.shards[found].path,
+    )

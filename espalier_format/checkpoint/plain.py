@@ -1,0 +1,44 @@
+"""Open a folder, or a file, of safetensors that are not quantized in a way this library reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from espalier_format.checkpoint.base import Checkpoint
+from espalier_format.checkpoint.files import index_warnings, other_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from espalier_format.checkpoint.tensors import TensorTable
+    from espalier_format.container.folder import CheckpointFolder
+    from espalier_format.container.shard import Shard
+
+
+def open_plain(
+    folder: CheckpointFolder, config: Mapping[str, Any], shards: tuple[Shard, ...], table: TensorTable, *, lone: bool
+) -> Checkpoint:
+    """Return a checkpoint without quantized modules; all tensors are ``plain``.
+
+    Raises:
+        DuplicateTensorError: two shards hold different tensors of one name.
+        PathError, LimitError: of the index.
+    """
+    warnings = [*table.check_duplicates(), *(() if lone else index_warnings(folder, shards))]
+    block = config.get("quantization_config")
+    if isinstance(block, dict):
+        method = str(block.get("quant_method"))[:40]
+        warnings.append(f"quant_method {method!r} is not read; the tensors are listed as they are stored")
+    return Checkpoint(
+        folder=folder,
+        format="plain",
+        config=config,
+        quantization=None,
+        shards=shards,
+        tensors=table.refs(),
+        modules={},
+        expert_banks={},
+        plain=tuple(table.infos),
+        other_files=() if lone else other_files(folder, shards),
+        warnings=tuple(warnings),
+    )

@@ -1,0 +1,108 @@
+"""``espalier_manifest.json``: sizes and hashes of all files, decode digests of modules (spec/manifest.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import Field, ValidationError
+
+from espalier_format.container.folder import check_name
+from espalier_format.errors import FormatVersionError, SchemaError
+from espalier_format.schema.base import DottedName, FrozenModel, Sha1Hex, Sha256Hex, describe, json_path, schema_error
+from espalier_format.schema.config import Producer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MANIFEST_NAME: Final = "espalier_manifest.json"
+SIGNATURE_NAME: Final = "espalier_manifest.json.sig"
+UNLISTED_FILES: Final = frozenset({MANIFEST_NAME, SIGNATURE_NAME, "README.md", ".gitattributes"})
+"""Files that a manifest must not list: itself, its signature, and what the Hub lets people edit."""
+
+MANIFEST_VERSION: Final = 1
+MAX_GIT_BLOB_BYTES: Final = 10 * 1024 * 1024
+"""Files up to this size also have their git blob SHA-1 in the manifest."""
+
+_ROOT: Final = "manifest"
+
+
+class FileEntry(FrozenModel):
+    """Size in bytes and hashes of one file; ``git_blob_sha1`` for files up to 10 MiB only."""
+
+    size: Annotated[int, Field(ge=0, le=2**63 - 1)]
+    sha256: Sha256Hex
+    git_blob_sha1: Sha1Hex | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object."""
+        blob = {} if self.git_blob_sha1 is None else {"git_blob_sha1": self.git_blob_sha1}
+        return {"size": self.size, "sha256": self.sha256, **blob}
+
+
+class BaseModelReference(FrozenModel):
+    """The model that was quantized, as the person who quantized it stated it."""
+
+    repo: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    license: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object without the fields that say nothing."""
+        members = {"repo": self.repo, "revision": self.revision, "license": self.license}
+        return {key: value for key, value in members.items() if value is not None}
+
+
+class Manifest(FrozenModel):
+    """The whole manifest. ``decode_digests`` maps module names to their decode digests."""
+
+    manifest_version: Literal[1]
+    producer: Producer
+    files: Mapping[str, FileEntry]
+    decode_digests: Mapping[DottedName, Sha256Hex] | None = None
+    base_model: BaseModelReference | None = None
+    command: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object, keys in the order of the specification; ``parse_manifest`` reads it."""
+        document: dict[str, object] = {
+            "manifest_version": self.manifest_version,
+            "producer": self.producer.to_json(),
+        }
+        if self.base_model is not None:
+            document["base_model"] = self.base_model.to_json()
+        if self.command is not None:
+            document["command"] = self.command
+        document["files"] = {name: entry.to_json() for name, entry in self.files.items()}
+        if self.decode_digests is not None:
+            document["decode_digests"] = dict(self.decode_digests)
+        return document
+
+
+def parse_manifest(document: object, path: str | Path | None = None) -> Manifest:
+    """Check a parsed manifest and return it as an object.
+
+    Raises:
+        FormatVersionError: ``manifest_version`` is missing or not the integer 1.
+        SchemaError: a key is missing, unknown or of the wrong form, a file is listed that must not be, or
+            ``git_blob_sha1`` is missing for a file up to 10 MiB or given for a larger one.
+        PathError: a file name is not relative, or leads out of the checkpoint folder.
+    """
+    if not isinstance(document, Mapping):
+        raise SchemaError(f"the manifest must be a JSON object, but is {describe(document)}", path=path)
+    version = document.get("manifest_version")
+    if type(version) is not int or version != MANIFEST_VERSION:
+        stated = "missing" if "manifest_version" not in document else describe(version)
+        raise FormatVersionError(f"manifest_version is {stated}; this reader knows version 1 only", path=path)
+    try:
+        manifest = Manifest.model_validate(dict(document))
+    except ValidationError as error:
+        raise schema_error(error, _ROOT, path) from None
+    for name, entry in manifest.files.items():
+        check_name(name, path=path)
+        where = json_path(_ROOT, ("files", name))
+        if name in UNLISTED_FILES:
+            raise SchemaError(f"{where}: a manifest must not list this file", path=path)
+        if (entry.git_blob_sha1 is not None) != (entry.size <= MAX_GIT_BLOB_BYTES):
+            raise SchemaError(f"{where}: files up to 10 MiB, and no others, have git_blob_sha1", path=path)
+    return manifest
