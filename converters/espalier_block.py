@@ -1,0 +1,120 @@
+"""Build the ``quantization_config`` of an Espalier checkpoint from the modules of an EXL3 one (spec/exl3.md §5)."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from espalier_format.checkpoint.bits import average_bits
+from espalier_format.codec.codebook import get_codebook
+from espalier_format.converters.output import this_producer
+from espalier_format.schema.config import FORMAT_VERSION, QUANT_METHOD, CodebookConstants, ModuleSpec, Source
+from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET, PLAIN_EXPERT, ExpertBank, Projection, Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from espalier_format.checkpoint.base import Checkpoint, ExpertBankView
+    from espalier_format.codec.codebook import Codebook
+    from espalier_format.converters.exl3_modules import ImportedModule
+
+_ROTATION: Final = Rotation(in_=128, out=128)
+
+_EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:(?:[a-z0-9]+_)*embed(?:ding)?s?(?:_tokens(?:_.*)?)?|wte|wpe)")
+"""Modules with a matrix that is looked up, not multiplied with."""
+
+
+def espalier_block(
+    modules: Mapping[str, ImportedModule],
+    banks: Mapping[str, ExpertBankView],
+    ignore: Sequence[str],
+    source: Source,
+) -> dict[str, object]:
+    """Return the block as JSON; ``parse_quantization_config`` has still to check it.
+
+    ``banks`` are the candidates: a projection whose experts have got different sizes is left out, and its
+    experts are listed as modules.
+    """
+    expert_banks: dict[str, ExpertBank] = {}
+    banked: set[str] = set()
+    for bank in banks.values():
+        projections: dict[str, Projection] = {}
+        for name, experts in bank.projections.items():
+            projection = _projection(experts, modules)
+            if projection is not None:
+                projections[name] = projection
+                banked.update(expert for expert in experts if expert is not None)
+        if projections:
+            expert_banks[bank.name] = ExpertBank(num_experts=bank.num_experts, projections=projections)
+    specs = {
+        name: ModuleSpec(
+            codebook=imported.module.codebook.name,
+            in_features=imported.in_features,
+            out_features=imported.out_features,
+            rotation=_ROTATION,
+            size_source=imported.size_source,
+        )
+        for name, imported in modules.items()
+        if name not in banked
+    }
+    average = average_bits(specs, expert_banks)
+    codebooks = _sorted({imported.module.codebook for imported in modules.values()})
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "required_features": [],
+        "producer": this_producer().to_json(),
+        "bits": average.bits,
+        "head_bits": average.head_bits,
+        "codebooks": {codebook.name: _constants(codebook).to_json() for codebook in codebooks},
+        "modules": {name: spec.to_json() for name, spec in specs.items()},
+        "expert_banks": {name: bank.to_json() for name, bank in expert_banks.items()},
+        "ignore": list(ignore),
+        "source": source.to_json(),
+    }
+
+
+def plain_linear_modules(checkpoint: Checkpoint) -> list[str]:
+    """Return the sorted names of modules that are plain matrices: rank-2 ``.weight`` tensors, without embeddings."""
+    found = []
+    for tensor in checkpoint.plain:
+        name, _, kind = tensor.rpartition(".")
+        if kind == "weight" and len(checkpoint.tensors[tensor].shape) == 2:
+            is_named = all(name.split("."))
+            if is_named and name not in checkpoint.modules and not _EMBEDDING.fullmatch(name):
+                found.append(name)
+    return sorted(found)
+
+
+def _projection(experts: Sequence[str | None], modules: Mapping[str, ImportedModule]) -> Projection | None:
+    quantized = [modules[name] for name in experts if name is not None]
+    sizes = {(module.in_features, module.out_features, module.size_source) for module in quantized}
+    if len(sizes) != 1:
+        return None
+    in_features, out_features, size_source = sizes.pop()
+    names = [codebook.name for codebook in _sorted({module.module.codebook for module in quantized})]
+    assignment = "".join(
+        PLAIN_EXPERT if name is None else ASSIGNMENT_ALPHABET[names.index(modules[name].module.codebook.name)]
+        for name in experts
+    )
+    return Projection(
+        in_features=in_features,
+        out_features=out_features,
+        rotation=_ROTATION,
+        size_source=size_source,
+        codebooks=tuple(names),
+        assignment=assignment,
+    )
+
+
+def _sorted(codebooks: Iterable[Codebook]) -> list[Codebook]:
+    return sorted(codebooks, key=lambda codebook: (codebook.half_steps, codebook.name))
+
+
+def _constants(codebook: Codebook) -> CodebookConstants:
+    known = get_codebook(codebook.name)
+    return CodebookConstants(
+        multiplier=known.multiplier_hex,
+        addend=f"0x{known.addend:08X}" if known.addend else None,
+        sha256=known.sha256,
+    )

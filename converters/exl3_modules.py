@@ -1,0 +1,84 @@
+"""Decide how each EXL3 module enters an Espalier checkpoint, and check its scales, before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from espalier_format.checkpoint.base import Checkpoint
+    from espalier_format.checkpoint.module import QuantizedModule
+    from espalier_format.checkpoint.tensors import TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedModule:
+    """A module with the sizes that it gets in the config; its bias is cropped to ``out_features`` values."""
+
+    module: QuantizedModule
+    in_features: int
+    out_features: int
+    size_source: Literal["exact", "padded"]
+
+    @property
+    def crops_bias(self) -> bool:
+        """Whether the stored bias is longer than the module's outputs."""
+        bias = self.module.bias
+        return bias is not None and bias.shape[0] > self.out_features
+
+    @property
+    def has_unpadded_bias(self) -> bool:
+        """Whether the stored bias is shorter than the stored outputs, unlike what exllamav3 writes."""
+        bias = self.module.bias
+        return bias is not None and bias.shape[0] < self.module.padded_out
+
+
+def import_modules(source: Checkpoint) -> tuple[dict[str, ImportedModule], tuple[str, ...]]:
+    """Return all modules of an EXL3 checkpoint, in order, and warnings about their sizes (spec/exl3.md §5).
+
+    A padded bias can be cropped only where what is cut off is +0: a module with other values there keeps its
+    padded size, so that the way back gives the same bytes. Reads all scales; memory stays bounded.
+
+    Raises:
+        NonFiniteScaleError: a scale is infinite or NaN.
+    """
+    imported: dict[str, ImportedModule] = {}
+    warnings: list[str] = []
+    uncropped: list[str] = []
+    for name, module in source.modules.items():
+        _, svh = module.scales()
+        warnings.extend(_zeros_against_size(module, svh))
+        sizes = ImportedModule(module, module.in_features, module.out_features, module.size_source)
+        if module.bias is not None and sizes.crops_bias and not _is_zero_from(module.bias, module.out_features):
+            sizes = ImportedModule(module, module.padded_in, module.padded_out, "padded")
+            uncropped.append(name)
+        imported[name] = sizes
+    if uncropped:
+        more = f" and {len(uncropped) - 1} more" if len(uncropped) > 1 else ""
+        warnings.append(f"padded size kept: the bias of {uncropped[0]}{more} is not zero beyond the true size")
+    return imported, tuple(warnings)
+
+
+def _is_zero_from(bias: TensorRef, start: int) -> bool:
+    """Tell whether all bits of the values from ``start`` on are 0; -0 would not come back."""
+    width = bias.nbytes // bias.shape[0]
+    return not any(bias.data()[start * width :])
+
+
+def _zeros_against_size(module: QuantizedModule, svh: np.ndarray) -> tuple[str, ...]:
+    """Cross-check the output size with the zeros that newer files have in the padding of svh.
+
+    Zeros before the true size are no contradiction: an output may be dead. Without zeros at the end, the
+    file is older than the habit.
+    """
+    if svh[-1] != 0:
+        return ()
+    if module.size_source == "exact":
+        if not svh[module.out_features :].any():
+            return ()
+        where = f"throughout the padding that begins at {module.out_features} ({module.size_how})"
+        return (f"svh of {module.name} is not zero {where}: its true output size may be larger",)
+    last = int(svh.nonzero()[0][-1]) + 1 if svh.any() else 0
+    return (f"svh of {module.name} ends in {len(svh) - last} zeros: its true output size may be {last}",)

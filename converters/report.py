@@ -1,0 +1,48 @@
+"""What a conversion did, for a person and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """The outcome of one finished conversion.
+
+    ``source_format`` is "exl3" or "espalier", ``target_format`` one of these or "hf". ``modules`` counts
+    quantized linear modules, experts one by one. ``bytes_read`` is the size of the source's files that
+    went into the output, ``bytes_written`` the size of all output files with the manifest. ``files`` are
+    the output's file names, sorted. ``decode_digests`` maps module names to decode digests, and is empty
+    unless they were asked for.
+    """
+
+    source: Path
+    destination: Path
+    source_format: str
+    target_format: str
+    modules: int
+    bytes_read: int
+    bytes_written: int
+    files: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    decode_digests: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the JSON object that ``espalier-format convert --json`` prints; keys are only ever added."""
+        return {
+            "source": str(self.source),
+            "destination": str(self.destination),
+            "source_format": self.source_format,
+            "target_format": self.target_format,
+            "modules": self.modules,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "files": list(self.files),
+            "warnings": list(self.warnings),
+            "decode_digests": dict(self.decode_digests),
+        }

@@ -1,0 +1,211 @@
+"""EXL3 or Espalier to a plain Hugging Face checkpoint: every weight decoded, at its true size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from espalier_format.checkpoint.components import Component, component_of
+from espalier_format.container.header import tensor_bytes
+from espalier_format.container.json_document import JsonStyle
+from espalier_format.container.names import CONFIG_NAME
+from espalier_format.container.regular_file import read_regular
+from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+from espalier_format.converters.hf_config import DtypeChoice, hf_config, target_dtype
+from espalier_format.converters.hf_layout import plan_hf_layout, refuse_inexpressible
+from espalier_format.converters.hf_stream import stream_tensor, written_dtype
+from espalier_format.converters.hf_tensors import StoredModule
+from espalier_format.converters.output import manifest_bytes
+from espalier_format.converters.report import ConversionReport
+from espalier_format.errors import MissingFileError, SourceError, UnknownSizeError, UsageError
+from espalier_format.limits import MAX_JSON_BYTES
+from espalier_format.progress import NullProgress, Progress
+from espalier_format.schema.manifest import SIGNATURE_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from espalier_format.checkpoint.base import Checkpoint
+    from espalier_format.converters.hf_tensors import HfTensor
+
+MAX_SHARD_BYTES: Final = 5_000_000_000
+"""Default limit of one output file, the Hugging Face convention."""
+
+_MAX_THREADS: Final = 8
+_METADATA: Final = {"format": "pt"}
+_DESCRIBES_QUANTIZATION: Final = frozenset({"quantization_config.json", SIGNATURE_NAME})
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A planned tensor and the safetensors dtype that it is written in."""
+
+    tensor: HfTensor
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return tensor_bytes(self.dtype, self.tensor.shape)
+
+
+def to_hf(
+    source: Checkpoint,
+    destination: Path,
+    *,
+    dtype: DtypeChoice = "source",
+    force: bool = False,
+    progress: Progress | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    threads: int | None = None,
+) -> ConversionReport:
+    """Write a checkpoint that the architecture's own loader reads; needs neither torch nor transformers.
+
+    ``dtype`` "source" is what config.json states (BF16 where it states none), the others name a dtype.
+
+    * Quantized weights: rounded once, to nearest even, from the exact value (spec/rotation.md); shape (out, in)
+      without padding.
+    * Plain F16 and BF16 tensors are cast to that dtype too, rounded once, to nearest even. Plain F32 and F64 tensors
+      keep their dtype, since what is stored so needs it (``A_log``, correction biases), and so do integers and the
+      rest: these bytes are copied.
+    * Names are what the architecture's loader expects (`hf_layout`): q, k, v joined to ``attn.qkv`` in place of the
+      plain copy that EXL3 keeps, slices joined, and so on. ``mtp.*`` tensors are written as stored; transformers
+      ignores them. For an architecture that is not known, names stay as stored, and the report warns.
+    * config.json loses ``quantization_config``, states an explicit ``dtype``, and unties a head that has a tensor.
+      Other files are copied byte for byte, except what only describes the quantization.
+
+    Shards hold at most ``max_shard_bytes`` of tensors, or one tensor; an index is written if there is more than one.
+    The result is the same for any number of ``threads`` (all cores, at most 8, by default). Memory is bounded,
+    whatever the size of the model. On any error the destination is as it was before (`CheckpointWriter`).
+
+    Raises:
+        UnknownSizeError: the true size of a module is not known; nothing has been written.
+        SourceError: the checkpoint is not quantized, or holds something that plain weights cannot express: a scale
+            baked in by exllamav3, a row table, parts that do not fit together; nothing has been written.
+        MissingFileError: there is no config.json.
+        ScaleOverflowError: a finite value is too large for the dtype; the tensor is named.
+        NonFiniteScaleError: a scale is infinite or NaN.
+        OutputExistsError, UsageError, WriteError: as `CheckpointWriter`.
+    """
+    if source.format == "plain":
+        raise SourceError("the checkpoint is not quantized: there is nothing to decode", path=source.folder.root)
+    if not source.config:
+        message = "config.json is needed: it says how large the weights are and what the model's loader expects"
+        raise MissingFileError(message, path=source.folder.root / CONFIG_NAME)
+    if max_shard_bytes < 1:
+        raise UsageError("the shard limit must be positive", got=max_shard_bytes)
+    refuse_inexpressible(source.config, source.modules, source.plain, from_exl3=_from_exl3(source))
+    _refuse_padded(source)
+    modules = {
+        name: StoredModule(module.in_features, module.out_features, None if module.bias is None else module.bias.name)
+        for name, module in source.modules.items()
+    }
+    plain = {name: source.tensors[name].shape for name in source.plain}
+    layout = plan_hf_layout(source.config, modules, plain)
+    target = target_dtype(source.config, dtype)
+    tensors = [
+        Written(tensor, written_dtype(source, tensor, target)) for tensor in _in_source_order(source, layout.tensors)
+    ]
+    config = _config_bytes(source, tensors, None if dtype == "source" else target)
+
+    progress = progress or NullProgress()
+    progress.start(sum(written.nbytes for written in tensors), "to Hugging Face")
+    threads = threads or min(os.cpu_count() or 1, _MAX_THREADS)
+    copied = _copied_files(source)
+    with CheckpointWriter(destination, force=force, sources=[source.folder.root]) as writer:
+        shards = _shards(tensors, max_shard_bytes)
+        for number, shard in enumerate(shards, 1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            writer.add_shard(name, [_planned(source, tensor, threads, progress) for tensor in shard], _METADATA)
+        for name in copied:
+            writer.add_copy(name, source.folder.resolve(name))
+        writer.add_bytes(CONFIG_NAME, config)
+        records = writer.finish(index=len(shards) > 1, manifest=manifest_bytes)
+    progress.finish()
+    return ConversionReport(
+        source=source.folder.root,
+        destination=destination,
+        source_format=source.format,
+        target_format="hf",
+        modules=len(source.modules),
+        bytes_read=_bytes_read(source, copied),
+        bytes_written=sum(record.size for record in records.values()),
+        files=tuple(sorted(records)),
+        warnings=(*source.warnings, *layout.warnings),
+    )
+
+
+def _refuse_padded(source: Checkpoint) -> None:
+    padded = [module for module in source.modules.values() if module.size_source == "padded"]
+    if not padded:
+        return
+    shown = ", ".join(module.name for module in padded[:3])
+    more = f" and {len(padded) - 3} more" if len(padded) > 3 else ""
+    reasons = sorted({module.size_how for module in padded if module.size_how})
+    why = f": {reasons[0]}" if reasons else ""
+    raise UnknownSizeError(
+        f"the true size of {shown}{more} is not known, only the padded one, and plain weights need it{why}",
+        path=source.folder.root,
+        tensor=padded[0].name,
+    )
+
+
+def _from_exl3(source: Checkpoint) -> bool:
+    origin = None if source.quantization is None else source.quantization.source
+    return source.format == "exl3" or (origin is not None and origin.format == "exl3")
+
+
+def _in_source_order(source: Checkpoint, tensors: Iterable[HfTensor]) -> list[HfTensor]:
+    """Sort so that each tensor stands where the first of its parts stands in the source."""
+    position = {name: number for number, name in enumerate(source.tensors)}
+
+    def first(tensor: HfTensor) -> tuple[int, str]:
+        stored = (source.modules[s.name].trellis.name if s.quantized else s.name for s in tensor.sources())
+        return min(position[name] for name in stored), tensor.name
+
+    return sorted(tensors, key=first)
+
+
+def _config_bytes(source: Checkpoint, tensors: Iterable[Written], explicit: str | None) -> bytes:
+    names = (written.tensor.name for written in tensors)
+    has_head = any(name.endswith(".weight") and component_of(name) is Component.HEAD for name in names)
+    text = read_regular(source.folder.resolve(CONFIG_NAME), MAX_JSON_BYTES)
+    return JsonStyle.detect(text).dumps(hf_config(source.config, explicit_dtype=explicit, has_head=has_head))
+
+
+def _copied_files(source: Checkpoint) -> tuple[str, ...]:
+    """Return the files that go into the output as they are: not those which describe the quantization."""
+    origin = None if source.quantization is None else source.quantization.source
+    carried = set() if origin is None else set(origin.carried_files.values())
+    return tuple(name for name in source.other_files if name not in carried | _DESCRIBES_QUANTIZATION)
+
+
+def _bytes_read(source: Checkpoint, copied: Sequence[str]) -> int:
+    names = (CONFIG_NAME, *copied)
+    return sum(shard.header.file_size for shard in source.shards) + sum(
+        source.folder.resolve(name).stat().st_size for name in names
+    )
+
+
+def _shards(tensors: Iterable[Written], limit: int) -> list[list[Written]]:
+    """Cut the tensors, in order, into groups of at most ``limit`` bytes; a larger tensor is a group of its own."""
+    shards: list[list[Written]] = [[]]
+    size = 0
+    for written in tensors:
+        if shards[-1] and size + written.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(written)
+        size += written.nbytes
+    return shards
+
+
+def _planned(source: Checkpoint, written: Written, threads: int, progress: Progress) -> PlannedTensor:
+    def chunks() -> Iterator[memoryview]:
+        for piece in stream_tensor(source, written.tensor, written.dtype, threads=threads):
+            progress.advance(piece.nbytes)
+            yield piece
+
+    return PlannedTensor(written.tensor.name, written.dtype, written.tensor.shape, chunks)

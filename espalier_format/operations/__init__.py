@@ -1,0 +1,1 @@
+"""What the commands do, without printing: one module per command, each returns a report."""
