@@ -1,0 +1,8 @@
+"""Makes independent.py, make_vectors.py and pages.py of this folder importable by its tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
