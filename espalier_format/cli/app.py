@@ -1,0 +1,196 @@
+"""The commands and their options; what they do is in :mod:`espalier_format.operations`, imported when a command runs.
+
+Imports stand in the commands (PLC0415) so that each command loads only what it needs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PROGRAM = "espalier-format"
+
+app = typer.Typer(
+    name=PROGRAM,
+    help="Inspect, verify and convert trellis-quantized checkpoints (Espalier and EXL3), without a GPU.",
+    epilog="Exit codes: 0 fine, 1 readable but wrong, 2 refused. Errors are one line: error[code]: message.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a checkpoint, or one .safetensors file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead, also for errors.")]
+
+
+class Target(StrEnum):
+    """What ``convert`` writes."""
+
+    ESPALIER = "espalier"
+    EXL3 = "exl3"
+    HF = "hf"
+
+
+class Dtype(StrEnum):
+    """The dtype of the weights that ``convert --to hf`` writes."""
+
+    SOURCE = "source"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class SchemaName(StrEnum):
+    """The documents that have a JSON Schema."""
+
+    CONFIG = "config"
+    MANIFEST = "manifest"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        typer.echo(f"{PROGRAM} {version(PROGRAM)}, format version 1")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; goes anywhere.")] = False,
+) -> None:
+    """Take the options that stand before a command; ``--debug`` is read and removed by ``main``."""
+
+
+@app.command(short_help="Show components, bits per weight, codebooks and sizes.")
+def inspect(
+    source: Source,
+    *,
+    as_json: AsJson = False,
+    experts: Annotated[bool, typer.Option("--experts", help="Show the expert widths of each layer.")] = False,
+) -> int:
+    """Show what a checkpoint holds: components, bits per weight, codebooks, expert widths, sizes.
+
+    Reads headers and configs only. SRC may be Espalier, EXL3 or any safetensors checkpoint.
+    """
+    from espalier_format.operations.inspect import inspect_checkpoint  # noqa: PLC0415
+
+    report = inspect_checkpoint(source)
+    if as_json:
+        from espalier_format.cli.terminal import print_json  # noqa: PLC0415
+
+        print_json(report.to_json())
+    else:
+        from espalier_format.cli.render_inspect import render_inspect  # noqa: PLC0415
+
+        render_inspect(report, experts=experts)
+    return 0
+
+
+@app.command(short_help="Check structure, scales, hashes and decode digests.")
+def verify(
+    source: Source,
+    *,
+    as_json: AsJson = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Decode every module and compare its digest with the manifest.")
+    ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="With --deep: add the digests to the manifest that has none.")
+    ] = False,
+) -> int:
+    """Check a checkpoint: structure, index, bits, scales, and every size and hash of its manifest.
+
+    All findings are listed. Exit code 1 if the checkpoint is readable but wrong, 2 if it had to be refused.
+    """
+    from espalier_format.cli.progress import open_progress  # noqa: PLC0415
+    from espalier_format.operations.verify import verify_checkpoint  # noqa: PLC0415
+
+    with open_progress() as progress:
+        report = verify_checkpoint(source, deep=deep, record=record, progress=progress)
+    if as_json:
+        from espalier_format.cli.terminal import print_json  # noqa: PLC0415
+
+        print_json(report.to_json())
+    else:
+        from espalier_format.cli.render_verify import render_verify  # noqa: PLC0415
+
+        render_verify(report)
+    return report.exit_code
+
+
+@app.command(short_help="Convert EXL3 to Espalier and back, or to plain weights.")
+def convert(
+    source: Source,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
+    *,
+    to: Annotated[Target, typer.Option("--to", help="espalier and exl3 lose no bit; hf writes plain weights.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="For --to hf: the dtype of decoded weights (source if not given).")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace DST if it holds a checkpoint that espalier-format wrote.")
+    ] = False,
+    digests: Annotated[
+        bool, typer.Option("--digests", help="For --to espalier: add decode digests to the manifest.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Convert a checkpoint: EXL3 to Espalier and back without losing a bit, or either to Hugging Face weights.
+
+    DST gets a manifest with the size and SHA-256 of every file, and looks complete only when it is.
+    """
+    from espalier_format.cli.progress import open_progress  # noqa: PLC0415
+    from espalier_format.operations.convert import convert as run_convert  # noqa: PLC0415
+
+    with open_progress() as progress:
+        report = run_convert(
+            source,
+            destination,
+            to=to.value,
+            dtype=None if dtype is None else dtype.value,
+            force=force,
+            digests=digests,
+            progress=progress,
+        )
+    if as_json:
+        from espalier_format.cli.terminal import print_json  # noqa: PLC0415
+
+        print_json(report.to_json())
+    else:
+        from espalier_format.cli.render_convert import render_convert  # noqa: PLC0415
+
+        render_convert(report)
+    return 0
+
+
+@app.command(short_help="Print a JSON Schema.")
+def schema(
+    document: Annotated[SchemaName, typer.Argument(help="Which document's schema.")] = SchemaName.CONFIG,
+) -> int:
+    """Print the JSON Schema of quantization_config (config) or of the manifest."""
+    from espalier_format.schema.json_schema import CONFIG_SCHEMA_NAME, MANIFEST_SCHEMA_NAME, schema_documents  # noqa: PLC0415
+
+    names = {SchemaName.CONFIG: CONFIG_SCHEMA_NAME, SchemaName.MANIFEST: MANIFEST_SCHEMA_NAME}
+    typer.echo(schema_documents()[names[document]], nl=False)
+    return 0
+
+
+@app.command(short_help="See a real checkpoint go there and back, bit for bit.")
+def demo(
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="DIR", help="Write the checkpoints there and keep them.")
+    ] = None,
+) -> int:
+    """Convert a small real EXL3 checkpoint there and back, and show that every byte is the same."""
+    from espalier_format.cli.render_demo import render_demo  # noqa: PLC0415
+    from espalier_format.operations.demo import run_demo  # noqa: PLC0415
+
+    return render_demo(run_demo(keep), keep)

@@ -1,0 +1,45 @@
+"""The three sub-packages live at the top of the repository and are linked into the package (CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINKED = ("converters", "kernels", "spec")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_link_leads_to_the_top_level_folder(name: str) -> None:
+    """A checkout without support for links holds a text file here instead, and would build a broken wheel."""
+    link = ROOT / "espalier_format" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert link.resolve() == ROOT / name
+    assert link.is_dir()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_package_imports_from_an_existing_file(name: str) -> None:
+    module = importlib.import_module(f"espalier_format.{name}")
+    assert module.__file__ is not None
+    assert Path(module.__file__).is_file()
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_git_stores_a_link(name: str) -> None:
+    """Mode 120000, so that clones get links. Says nothing where this is no git checkout (a source archive)."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    if not _tracked("pyproject.toml"):
+        pytest.skip("not a git checkout of this project")
+    assert _tracked(f"espalier_format/{name}").split()[:1] == ["120000"]
+
+
+def _tracked(path: str) -> str:
+    command = ["git", "-C", str(ROOT), "ls-files", "--stage", "--", path]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout
