@@ -2,19 +2,21 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+LOWEST ?= .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench clean
+.PHONY: help demo test test-all test-lowest check bench clean
 
 help:
 	@echo "make demo      install into $(VENV) and convert a real EXL3 checkpoint there and back"
 	@echo "make test      install with test tools, then lint, type-check and run the tests"
 	@echo "make test-all  the same, with the slow tests"
+	@echo "make test-lowest  test reading and the commands with the lowest versions allowed, in $(LOWEST), without torch"
 	@echo "make bench     measure decode, convert and inspect on this machine (needs 13 GB of disk)"
-	@echo "make clean     remove $(VENV) and caches"
+	@echo "make clean     remove $(VENV), $(LOWEST) and caches"
 
 demo: $(VENV)/.installed
 	$(BIN)/espalier-format demo
@@ -30,6 +32,9 @@ test: check
 test-all: check
 	$(BIN)/python -m pytest
 
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -m "not slow" tests/schema tests/checkpoint tests/container tests/cli
+
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/decode.py --write
 	$(BIN)/python benchmarks/inspection.py --write
@@ -38,15 +43,24 @@ bench: $(VENV)/.installed-test
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 …" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
 $(VENV)/.installed: $(BIN)/python $(INPUTS)
 	$(PIP) install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(BIN)/python $(INPUTS)
+	@echo "Installing the test tools; torch and transformers take some minutes."
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@ $(VENV)/.installed
 
+# numpy 1.26 has no wheels for Python 3.13 and newer.
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	python3.11 -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-lowest.txt \
+	  --editable . pytest hypothesis jsonschema
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find espalier_format converters kernels spec tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

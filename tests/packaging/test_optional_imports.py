@@ -5,6 +5,8 @@ Optional packages are made unimportable in a fresh interpreter, as if they were 
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,23 @@ def test_every_command_without_optional_packages(llama_exl3: Path, tmp_path: Pat
         ("convert", espalier, plain, "--to", "hf", "--dtype", "bf16"),
         ("schema",),
         ("demo",),
+    ):
+        assert not run_without(OPTIONAL, *arguments) & set(OPTIONAL), arguments
+
+
+def test_compressed_tensors_are_read_without_optional_packages(fixtures: Path, tmp_path: Path) -> None:
+    source = tmp_path / "packed"
+    source.mkdir()
+    samples = fixtures / "compressed-tensors"
+    shutil.copy(samples / "w4a16_g128_asym.safetensors", source / "model.safetensors")
+    weights = json.loads((samples / "manifest.json").read_text())["w4a16_g128_asym"]["weights"]
+    group = {"targets": ["Linear"], "weights": weights}
+    block = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (source / "config.json").write_text(json.dumps({"quantization_config": block}))
+    for arguments in (
+        ("inspect", source),
+        ("verify", source, "--deep"),
+        ("convert", source, tmp_path / "hf", "--to", "hf"),
     ):
         assert not run_without(OPTIONAL, *arguments) & set(OPTIONAL), arguments
 
