@@ -17,6 +17,12 @@ MAX_WRITTEN_HEADER_BYTES: Final = 25_000_000
 MAX_JSON_BYTES: Final = 100_000_000
 """Largest JSON document (config, index, manifest) that is read, in bytes."""
 
+MAX_JSON_CONTAINERS: Final = 8_000_000
+"""Most bytes ``{`` and ``[``, also those inside strings, in any JSON document or header.
+
+A parsed object costs thirty times its two bytes. A header of ``MAX_TENSORS`` tensors has 6,000,001 of them.
+"""
+
 MAX_JSON_DEPTH: Final = 64
 """Deepest nesting of objects and arrays in any JSON document or header."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 from espalier_format.errors import WriteError
@@ -16,33 +16,21 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         WriteError: the operating system refuses; what was at ``path`` is as before.
     """
-    temporary: Path | None = None
+    temporary = path.with_name(f".espalier-{secrets.token_hex(8)}.partial")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".espalier-", suffix=".partial", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
             os.fsync(file.fileno())
-        temporary.chmod(_mode(path))
         temporary.replace(path)
-        temporary = None
         _sync(path.parent)
     except OSError as error:
         raise WriteError(f"cannot write: {error.strerror or error}; the file is as before", path=path) from error
     finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-
-
-def _mode(path: Path) -> int:
-    """Return the mode of the file, or the one that an ordinary new file would get: mkstemp makes private ones."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return 0o666 & ~mask
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _sync(folder: Path) -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from espalier_format.container.compact_header import parse_compact
-from espalier_format.container.json_document import parse_json
+from espalier_format.container.json_document import count_containers, parse_json
+from espalier_format.container.lfs_pointer import POINTER_BEGINNING, refuse_pointer
 from espalier_format.container.regular_file import read_exactly
 from espalier_format.errors import DtypeError, LimitError, MalformedError, OverlapError, ShapeError, TruncatedError
 from espalier_format.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_STRING_BYTES,
+    MAX_JSON_CONTAINERS,
     MAX_TENSORS,
     MAX_WRITTEN_HEADER_BYTES,
 )
@@ -74,7 +76,10 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A validated header: `tensors` in file order, and where the data section lies in the file (bytes)."""
+    """A validated header, and where the data section lies in the file (bytes).
+
+    `tensors` are in the order of the header's JSON, which need not be that of their bytes.
+    """
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -87,7 +92,7 @@ def tensor_bytes(dtype: str, shape: Sequence[int], *, path: str | Path | None = 
 
     Raises:
         DtypeError: the dtype is not one of `DTYPE_BITS`.
-        ShapeError: the element count or size exceeds 2^63 - 1, or the elements do not fill whole bytes.
+        ShapeError: a side, the element count or the size exceeds 2^63 - 1, or the elements do not fill whole bytes.
     """
     if dtype not in DTYPE_BITS:
         raise DtypeError(f"unknown dtype {dtype[:40]!r}", path=path, tensor=tensor)
@@ -95,8 +100,8 @@ def tensor_bytes(dtype: str, shape: Sequence[int], *, path: str | Path | None = 
     for size in shape:
         # Checked at each step, before a later 0 can hide it, so that every reader agrees.
         count *= size
-        if count > _MAX_SIZE:
-            raise ShapeError("shape has more than 2^63 - 1 elements", path=path, tensor=tensor)
+        if count > _MAX_SIZE or size > _MAX_SIZE:
+            raise ShapeError("shape has a side, or elements, beyond 2^63 - 1", path=path, tensor=tensor)
     bits = count * DTYPE_BITS[dtype]
     if bits % 8:
         raise ShapeError(f"{count} elements of {dtype} do not fill whole bytes", path=path, tensor=tensor)
@@ -112,8 +117,9 @@ def read_header(file: BinaryIO, size: int, path: str | Path) -> Header:
 
     Raises:
         TruncatedError: the file is shorter than its header or its data section.
-        LimitError: header size, string length, nesting or number of tensors.
-        MalformedError: not a JSON object of the required form, holes between tensors, or bytes after the last one.
+        LimitError: header size, string length, nesting, number of tensors or of objects and arrays.
+        MalformedError: not a JSON object of the required form, holes between tensors, or bytes after the last one; or
+            the file is a Git LFS pointer.
         DtypeError: unknown dtype.
         ShapeError: shape and byte range disagree, or the shape overflows.
         OverlapError: tensors share bytes.
@@ -122,9 +128,13 @@ def read_header(file: BinaryIO, size: int, path: str | Path) -> Header:
         raise TruncatedError(
             "file ends within the header length", path=path, expected=f"{LENGTH_BYTES} bytes", got=size
         )
-    length = int.from_bytes(read_exactly(file, LENGTH_BYTES, path), "little")
+    beginning = read_exactly(file, LENGTH_BYTES, path)
+    if POINTER_BEGINNING.startswith(beginning):
+        refuse_pointer(beginning + read_exactly(file, min(size, len(POINTER_BEGINNING)) - LENGTH_BYTES, path), path)
+    length = int.from_bytes(beginning, "little")
     if length > MAX_HEADER_BYTES:
-        raise LimitError("header is too large", path=path, expected=f"at most {MAX_HEADER_BYTES} bytes", got=length)
+        what = "header is too large" + (", or this is no safetensors file" if length > size else "")
+        raise LimitError(what, path=path, expected=f"at most {MAX_HEADER_BYTES} bytes", got=length)
     data_start = LENGTH_BYTES + length
     if data_start > size:
         raise TruncatedError("file ends within its header", path=path, expected=f"{data_start} bytes", got=size)
@@ -187,6 +197,8 @@ def _parse_fast(data: bytes, data_size: int, path: str | Path) -> _Parsed | None
 
     Accepts a subset of what `_parse_general` accepts, with the same result (property test).
     """
+    if len(data) > MAX_JSON_CONTAINERS and count_containers(data) > MAX_JSON_CONTAINERS:
+        return None
     columns = parse_compact(data)
     if columns is None or len(columns.names) > MAX_TENSORS:
         return None
@@ -216,7 +228,7 @@ def _parse_general(data: bytes, data_size: int, path: str | Path) -> _Parsed:
     """Parse and check any header, one tensor after the other; normative for errors."""
     if data[:1] != b"{":
         raise MalformedError("header does not begin with a JSON object", path=path)
-    document = parse_json(data, path=path, max_string=MAX_HEADER_STRING_BYTES)
+    document = parse_json(data, path=path, max_string=MAX_HEADER_STRING_BYTES, parse_int=_parse_int)
     if not isinstance(document, dict):
         raise MalformedError("header is not a JSON object", path=path)
     metadata = _checked_metadata(document.pop(METADATA_KEY, {}), path)
@@ -254,10 +266,17 @@ def _checked_tensor(name: str, entry: object, path: str | Path) -> TensorInfo:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise MalformedError("data_offsets is not a pair of ascending non-negative integers", path=path, tensor=name)
     start, end = offsets
+    if end > _MAX_SIZE:
+        raise MalformedError("data_offsets lie beyond 2^63 - 1", path=path, tensor=name)
     size = tensor_bytes(dtype, shape, path=path, tensor=name)
     if end - start != size:
         raise ShapeError(f"{dtype} {_excerpt(shape)} has {size} bytes, its range {end - start}", path=path, tensor=name)
     return TensorInfo(name, dtype, tuple(shape), start, end)
+
+
+def _parse_int(digits: str) -> int | float:
+    """Return an integer; -0 as a float, as the safetensors library reads it, so that it is no size."""
+    return -0.0 if digits == "-0" else int(digits)
 
 
 def _are_sizes(value: object) -> bool:
@@ -266,6 +285,8 @@ def _are_sizes(value: object) -> bool:
 
 
 def _checked_metadata(value: object, path: str | Path) -> dict[str, str]:
+    if value is None:
+        return {}
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise MalformedError(f"{METADATA_KEY} is not an object of strings", path=path)
     for key, item in value.items():

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from espalier_format.container.folder import CheckpointFolder, check_name
 from espalier_format.container.header import Header
-from espalier_format.container.json_document import read_json_object
 from espalier_format.errors import SchemaError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -44,12 +43,19 @@ class IndexDifference:
         """Whether no reader is misled by it: total_size is stated differently by different writers."""
         return self.problem is IndexProblem.TOTAL_SIZE
 
-    def __str__(self) -> str:
+    @property
+    def description(self) -> str:
+        """What the index does, without a subject, to follow its name."""
+        if self.problem is IndexProblem.SHARD_MISSING:
+            return f"names {self.shard}, which is not there"
         subject = "" if self.tensor is None else f": {self.tensor}"
         detail = ", ".join(
             f"{label} {value}" for label, value in (("index", self.shard), ("headers", self.found)) if value is not None
         )
-        return f"{INDEX_NAME} {self.problem.value}{subject}" + (f" ({detail})" if detail else "")
+        return f"{self.problem.value}{subject}" + (f" ({detail})" if detail else "")
+
+    def __str__(self) -> str:
+        return f"{INDEX_NAME} {self.description}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,16 @@ class Index:
         """
         if not folder.has(INDEX_NAME):
             return None
-        path = folder.resolve(INDEX_NAME)
-        document = read_json_object(path)
+        document = folder.read_json_object(INDEX_NAME)
         metadata, weight_map = document.get("metadata", {}), document.get("weight_map")
         if not isinstance(metadata, dict):
             raise SchemaError("metadata must be an object", path=folder.root / INDEX_NAME)
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise SchemaError("weight_map must map tensor names to file names", path=folder.root / INDEX_NAME)
+        try:
+            "".join((*weight_map, *set(weight_map.values()))).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise SchemaError("weight_map names half of a surrogate pair", path=folder.root / INDEX_NAME) from error
         for shard in set(weight_map.values()):
             check_name(shard, path=folder.root / INDEX_NAME)
         return cls(weight_map, metadata)

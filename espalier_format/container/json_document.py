@@ -6,19 +6,24 @@ real config.json files hold them; lone surrogates in escapes are accepted, since
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from espalier_format.container.lfs_pointer import refuse_pointer
 from espalier_format.container.regular_file import read_regular
 from espalier_format.errors import LimitError, MalformedError, SchemaError
-from espalier_format.limits import MAX_CONFIG_STRING_BYTES, MAX_JSON_BYTES, MAX_JSON_DEPTH
+from espalier_format.limits import MAX_CONFIG_STRING_BYTES, MAX_JSON_BYTES, MAX_JSON_CONTAINERS, MAX_JSON_DEPTH
 
 _SCAN_BYTES = 1 << 20
+_MAX_INDENT = 16
 _QUOTE, _COMMA, _COLON = b'",:'
 
 _SCALARS = frozenset((int, float, bool, type(None)))  # JSON types that hold no string
@@ -27,27 +32,43 @@ _STEP[list(b"[{")] = 1
 _STEP[list(b"]}")] = -1
 
 
-def parse_json(data: bytes, *, path: str | Path, max_string: int = MAX_CONFIG_STRING_BYTES) -> object:
+def parse_json(
+    data: bytes,
+    *,
+    path: str | Path,
+    max_string: int = MAX_CONFIG_STRING_BYTES,
+    parse_int: Callable[[str], int | float] | None = None,
+) -> object:
     """Parse one UTF-8 JSON document.
 
-    `max_string` bounds each string, keys included, in UTF-8 bytes. Memory is bounded by a small multiple
-    of `len(data)`, and the nesting depth is known to be harmless before the parser sees the document.
+    `max_string` bounds each string, keys included, in UTF-8 bytes; `parse_int` converts integers in place of `int`.
+    Memory is bounded by a small multiple of `len(data)`, and the nesting depth is known to be harmless before the
+    parser sees the document.
 
     Raises:
         MalformedError: not UTF-8, not JSON, or an object names a key twice.
-        LimitError: the document is too large or too deep, or a string in it is too long.
+        LimitError: the document is too large or too deep, or holds too many objects and arrays or too long a string.
     """
     if len(data) > MAX_JSON_BYTES:
         raise LimitError("JSON document is too large", path=path, expected=f"at most {MAX_JSON_BYTES}", got=len(data))
+    refuse_pointer(data, path)
+    containers = count_containers(data)
+    if containers > MAX_JSON_CONTAINERS:
+        raise LimitError(
+            "JSON holds too many objects and arrays",
+            path=path,
+            expected=f"at most {MAX_JSON_CONTAINERS}",
+            got=containers,
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise MalformedError(f"JSON is not valid UTF-8 at byte {error.start}", path=path) from error
-    # Counting brackets is an upper bound on the depth that settles most documents.
-    if data.count(b"[") + data.count(b"{") > MAX_JSON_DEPTH and _depth(data) > MAX_JSON_DEPTH:
+    # Their number is an upper bound on the depth that settles most documents.
+    if containers > MAX_JSON_DEPTH and _depth(data) > MAX_JSON_DEPTH:
         raise LimitError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels", path=path)
     try:
-        document = json.loads(text, object_pairs_hook=_unique)
+        document = json.loads(text, object_pairs_hook=_unique, parse_int=parse_int)
     except _DuplicateKeyError as error:
         raise MalformedError(f"JSON object names the key {_excerpt(error.key)} twice", path=path) from error
     except RecursionError as error:
@@ -59,6 +80,11 @@ def parse_json(data: bytes, *, path: str | Path, max_string: int = MAX_CONFIG_ST
     if len(data) > max_string:
         _check_strings(document, max_string, path)
     return document
+
+
+def count_containers(data: bytes) -> int:
+    """Return how many bytes of a JSON text begin an object or array, or would outside of a string."""
+    return data.count(b"[") + data.count(b"{")
 
 
 def read_json(path: Path) -> object:
@@ -88,7 +114,8 @@ class JsonStyle:
     r"""The layout of a JSON text, so that a rewritten file keeps it.
 
     A text that `json.dump` made with any indent, either `ensure_ascii`, default or minimal separators and
-    any trailing white space is reproduced byte for byte by `JsonStyle.detect(text).dumps(json.loads(text))`.
+    any trailing white space is reproduced byte for byte by `JsonStyle.detect(text).dumps(json.loads(text))`; only an
+    indent of more than 16 characters becomes one of two blanks.
     """
 
     indent: int | str | None = 2
@@ -109,6 +136,8 @@ class JsonStyle:
         indent: int | str | None = None
         if spaced:
             indent = spaced[2] if "\t" in spaced[2] else len(spaced[2])
+            if len(spaced[2]) > _MAX_INDENT:
+                indent = 2
         return cls(
             indent=indent,
             item_separator=_first_separator(body, _COMMA) if indent is None else ",",
@@ -118,21 +147,56 @@ class JsonStyle:
             end=text[len(body) :],
         )
 
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Return the layout of a JSON file that is to be written again, with other values.
+
+        Raises:
+            MalformedError: it holds a number that overflows, and would come out as an infinity.
+            MissingFileError, MalformedError, LimitError, SourceError: as `read_regular` and `parse_json`.
+        """
+        data = read_regular(path, MAX_JSON_BYTES)
+
+        def parse_float(literal: str) -> float:
+            value = float(literal)
+            if math.isinf(value):
+                raise MalformedError(
+                    "holds a number that is too large to be written again", path=path, got=literal[:60]
+                )
+            return value
+
+        json.loads(data, parse_float=parse_float)
+        return cls.detect(data)
+
     def dumps(self, document: object) -> bytes:
         """Serialise `document` in this layout, as UTF-8.
 
         NaN and infinities are written as Python does. A lone surrogate is written as its escape even where
         other characters are not escaped, for UTF-8 has no code for it.
+
+        Raises:
+            LimitError: the text would have more than `MAX_JSON_BYTES` characters, which no reader accepts; deep
+                nesting multiplies the indent.
         """
-        text = json.dumps(
-            document,
+        encoder = json.JSONEncoder(
             indent=self.indent,
             separators=(self.item_separator, self.key_separator),
             ensure_ascii=self.ascii_only,
         )
+        text = encoder.encode(document) if self.indent is None else _bounded(encoder.iterencode(document))
         if self.newline != "\n":
             text = text.replace("\n", self.newline)
         return (text + self.end).encode("utf-8", "backslashreplace")
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    text = io.StringIO()
+    size = 0
+    for piece in pieces:
+        size += text.write(piece)
+        if size > MAX_JSON_BYTES:
+            raise LimitError("JSON to write is too large", expected=f"at most {MAX_JSON_BYTES}")
+    return text.getvalue()
 
 
 class _DuplicateKeyError(Exception):

@@ -6,5 +6,6 @@ from typing import Final
 
 CONFIG_NAME: Final = "config.json"
 MANIFEST_NAME: Final = "espalier_manifest.json"
+SIGNATURE_NAME: Final = "espalier_manifest.json.sig"
 PROGRESS_NAME: Final = ".espalier-in-progress"
 """Folder inside a destination that holds everything of an output that is not complete yet."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from espalier_format.container.hashing import Buffer
-from espalier_format.container.regular_file import refusal
 from espalier_format.container.shard import CHUNK_BYTES
-from espalier_format.errors import TruncatedError
 
 _BATCH_PIECES: Final = 512  # writev takes 1024
 
@@ -18,25 +15,6 @@ _BATCH_PIECES: Final = 512  # writev takes 1024
 def piece_bytes(piece: Buffer) -> int:
     """Return the size of a piece in bytes."""
     return piece.nbytes if isinstance(piece, memoryview) else len(piece)
-
-
-def file_pieces(descriptor: int, size: int, path: Path) -> Iterator[bytes]:
-    """Read the first `size` bytes of an open file in pieces of 4 MiB.
-
-    Raises:
-        TruncatedError: the file ends before.
-        SourceError: the operating system fails to read it.
-    """
-    position = 0
-    while position < size:
-        try:
-            chunk = os.pread(descriptor, min(CHUNK_BYTES, size - position), position)
-        except OSError as error:
-            raise refusal(error, path) from error
-        if not chunk:
-            raise TruncatedError("file ends early", path=path, expected=f"{size} bytes", got=position)
-        position += len(chunk)
-        yield chunk
 
 
 def batches(chunks: Iterator[Buffer]) -> Iterator[tuple[list[Buffer], int]]:

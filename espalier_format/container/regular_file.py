@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from espalier_format.errors import LimitError, MalformedError, MissingFileError, PathError, SourceError, TruncatedError
+
+_READ_AHEAD_BYTES: Final = 32 * 1024 * 1024
 
 
 def open_regular(path: Path) -> tuple[BinaryIO, int]:
@@ -36,6 +40,21 @@ def open_regular(path: Path) -> tuple[BinaryIO, int]:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def is_regular(path: Path) -> bool:
+    """Tell whether a path leads to a regular file; False where nothing is there.
+
+    Raises:
+        PathError, SourceError: as `open_regular`.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError) as error:
+        refused = refusal(error, path)
+        if isinstance(refused, MissingFileError):
+            return False
+        raise refused from error
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -72,6 +91,37 @@ def read_exactly(file: BinaryIO, size: int, path: str | Path) -> bytes:
         parts.append(part)
         missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_pieces(descriptor: int, start: int, stop: int, size: int, path: str | Path) -> Iterator[bytes]:
+    """Read bytes [`start`, `stop`) of an open file in pieces of at most `size` bytes; the file position is not used.
+
+    The disk is asked to read ahead, so that it works while the caller does.
+
+    Raises:
+        TruncatedError: the file ends before `stop`.
+        SourceError: the operating system fails to read it.
+    """
+    position = asked = start
+    while position < stop:
+        if stop - start > size and asked - position < _READ_AHEAD_BYTES and asked < stop:
+            count = min(_READ_AHEAD_BYTES, stop - asked)
+            _start_reading(descriptor, asked, count)
+            asked += count
+        try:
+            piece = os.pread(descriptor, min(size, stop - position), position)
+        except OSError as error:
+            raise refusal(error, path) from error
+        if not piece:
+            raise TruncatedError("file has become shorter", path=path, expected=f"{stop} bytes", got=position)
+        position += len(piece)
+        yield piece
+
+
+def _start_reading(descriptor: int, start: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # advice only
+            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def refusal(

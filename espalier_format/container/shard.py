@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from espalier_format.container.header import Header, TensorInfo, read_header
-from espalier_format.container.regular_file import open_regular, refusal
-from espalier_format.errors import TruncatedError
+from espalier_format.container.regular_file import open_regular, read_pieces, refusal
+from espalier_format.errors import ShapeError, TruncatedError, UsageError
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 
@@ -92,16 +92,22 @@ class Shard:
             with contextlib.suppress(BufferError):  # a view still lives; the mapping goes with the last one
                 mapping.close()
 
+    @property
+    def has_data(self) -> bool:
+        """Whether the tensors can be read; False only for a remote file, of which just the header is known."""
+        return True
+
     def bytes_of(self, info: TensorInfo) -> memoryview:
         """Return the bytes of a tensor as a read-only view of the mapped file.
 
         Raises:
             TruncatedError: the file has been changed in size since it was opened.
+            UsageError: the shard has been closed.
         """
         self._check_size()
         if self._map is None:
             try:
-                self._map = mmap.mmap(self._file.fileno(), self.header.file_size, access=mmap.ACCESS_READ)
+                self._map = mmap.mmap(self._descriptor(), self.header.file_size, access=mmap.ACCESS_READ)
             except OSError as error:
                 raise refusal(error, self.path) from error
         begin = self.header.data_start
@@ -114,15 +120,35 @@ class Shard:
         bytes come as a flat uint8 array. Data at an unaligned offset is copied, other data is a view of the file.
 
         Raises:
-            TruncatedError: as `bytes_of`.
+            TruncatedError, UsageError: as `bytes_of`.
+            ShapeError: numpy has no arrays of so many dimensions.
+        """
+        values = self.view(info)
+        if not values.flags.aligned:
+            values = values.copy()
+            values.flags.writeable = False
+        return values
+
+    def view(self, info: TensorInfo) -> npt.NDArray[np.generic]:
+        """Return what `array` does, but never a copy: at an unaligned offset the array is not aligned.
+
+        This is for large tensors of which parts are copied; numpy computes with an unaligned array, only slower.
+
+        Raises:
+            TruncatedError, UsageError: as `bytes_of`.
+            ShapeError: numpy has no arrays of so many dimensions.
         """
         data = self.bytes_of(info)
         dtype = _NUMPY_DTYPES.get(info.dtype)
         if dtype is None:
             return np.frombuffer(data, np.uint8)
-        if (self.header.data_start + info.start) % dtype.alignment:
-            return np.frombuffer(bytes(data), dtype).reshape(info.shape)
-        return np.frombuffer(data, dtype).reshape(info.shape)
+        # np.ndarray(…, buffer=data) would not keep the mapping from being closed under it.
+        flat = np.frombuffer(data, dtype)
+        try:
+            return flat.reshape(info.shape)
+        except ValueError as error:  # the header has checked that the size is right
+            text = f"numpy has no arrays of {len(info.shape)} dimensions"
+            raise ShapeError(text, path=self.path, tensor=info.name) from error
 
     def read(self, info: TensorInfo) -> bytes:
         """Return a copy of the bytes of a tensor; errors as `chunks`."""
@@ -134,27 +160,34 @@ class Shard:
         Raises:
             TruncatedError: the file has been cut short since it was opened.
             SourceError: the operating system fails to read it.
+            UsageError: the shard has been closed.
         """
-        position = self.header.data_start + start
-        stop = self.header.data_start + end
-        descriptor = self._file.fileno()
-        while position < stop:
-            try:
-                chunk = os.pread(descriptor, min(size, stop - position), position)
-            except OSError as error:
-                raise refusal(error, self.path) from error
-            if not chunk:
-                self._changed(position)
-            position += len(chunk)
-            yield chunk
+        begin = self.header.data_start
+        return read_pieces(self._descriptor(), begin + start, begin + end, size, self.path)
+
+    def expect(self, infos: Iterable[TensorInfo]) -> None:
+        """Let the disk fetch tensors, small and far apart, together: `read` of each then waits for none.
+
+        Raises:
+            UsageError: the shard has been closed.
+        """
+        descriptor, begin = self._descriptor(), self.header.data_start
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # advice only
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+                for info in infos:
+                    os.posix_fadvise(descriptor, begin + info.start, info.nbytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+
+    def _descriptor(self) -> int:
+        if self._file.closed:
+            raise UsageError("the checkpoint has been closed", path=self.path)
+        return self._file.fileno()
 
     def _check_size(self) -> None:
         # Touching a mapped page behind the end of the file would kill the process.
-        size = os.fstat(self._file.fileno()).st_size
+        size = os.fstat(self._descriptor()).st_size
         if size != self.header.file_size:
-            self._changed(size)
-
-    def _changed(self, size: int) -> None:
-        raise TruncatedError(
-            "file has changed in size since it was opened", path=self.path, expected=self.header.file_size, got=size
-        )
+            raise TruncatedError(
+                "file has changed in size since it was opened", path=self.path, expected=self.header.file_size, got=size
+            )

@@ -7,22 +7,24 @@ final rename stays in one file system. Old content is moved there first and come
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
+from espalier_format.container.apart import check_apart
+from espalier_format.container.durable import Folders, sync_folder, take_lock, write_error
 from espalier_format.container.folder import check_name
 from espalier_format.container.index import INDEX_NAME
 from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, PROGRESS_NAME
+from espalier_format.container.ownership import KEPT_NAMES, NOTES_NAME, note_files, own_files, refuse_foreign_files
+from espalier_format.container.replacement import OLD_NAME, discard, settle
 from espalier_format.errors import EspalierError, OutputExistsError, PathError, UsageError, WriteError
 
 _LOCK: Final = "lock"
-_OLD: Final = "old"
+_ATTEMPTS: Final = 16
 
 
 class Staging:
@@ -31,21 +33,37 @@ class Staging:
     Not thread-safe; a lock file keeps other processes from the same destination.
     """
 
-    def __init__(self, destination: Path, *, force: bool, sources: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        destination: Path,
+        *,
+        force: bool,
+        sources: Sequence[Path],
+        workspace: str | None = None,
+        resume: bool = False,
+    ) -> None:
         """Check that `destination` may become an output; nothing is changed.
+
+        `workspace` names a folder for intermediate results, which `abort` leaves where it is unless it is empty.
+        With `resume` a run finds the one that an earlier run left behind, for which `force` is not needed.
 
         Raises:
             UsageError: the destination is, holds or lies in one of `sources`.
             OutputExistsError: there is a file, or a folder that is not empty and may not be emptied: without `force`
-                none may, with it one that holds our manifest or what an interrupted run left behind.
+                none may, with it one that holds our manifest or what an interrupted run left behind, and no files but
+                those listed there, README.md and .gitattributes.
             WriteError: the destination cannot be looked at.
         """
         self.destination = destination
         self.force = force
+        self.resume = resume
+        self.workspace: Path | None = None
         try:
             self.root = _real(destination)
+            if workspace is not None:
+                self.workspace = self.root / PROGRESS_NAME / workspace
             for source in sources:
-                _check_apart(self.root, source.resolve(), destination)
+                check_apart(self.root, source.resolve(), destination)
             self._check_free()
         except EspalierError:  # OutputExistsError is an OSError too
             raise
@@ -54,9 +72,11 @@ class Staging:
         self.work = self.root / PROGRESS_NAME
         self._lock: int | None = None
         self._replaces = False
+        self._committed = False
         self._created: list[Path] = []
         self._count = 0
         self._staged: dict[str, Path] = {}
+        self._folders: set[str] = set()
 
     def open(self) -> None:
         """Create the destination where it is missing, and the folder for temporary files; take the lock.
@@ -71,32 +91,47 @@ class Staging:
             if self.work.is_symlink():
                 raise OutputExistsError("is a link, and not ours", path=self.work)  # noqa: TRY301 - undone below
             self.work.mkdir(exist_ok=True)
-            self._lock = os.open(self.work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = take_lock(self.work / _LOCK)
+            if (self.work / OLD_NAME).exists():  # a run was killed while it replaced what was there
+                failure = settle(self.root, self.work, undo=False)
+                if failure is not None:
+                    raise failure
+                self._replaces = self._check_free()
             for entry in self.work.iterdir():  # left behind by a run that was killed
-                if entry.name != _LOCK:
+                if entry.name not in (_LOCK, NOTES_NAME) and not (self.resume and entry == self.workspace):
                     _remove(entry)
+            if self.workspace is not None:
+                self.workspace.mkdir(exist_ok=True)
         except BlockingIOError as error:
             self._release()
             raise OutputExistsError("another process is writing there", path=self.destination) from error
         except OutputExistsError:
-            self._remove_created()
+            if self._lock is None:
+                self._remove_created()
+            else:
+                self.abort()
             raise
         except OSError as error:
             self.abort()
-            raise write_error(error, self.destination) from error
+            raise self._failure(error) from error
 
     def file(self, name: str) -> Path:
         """Return a fresh temporary path for the file that will be called `name`.
 
         Raises:
             PathError: unsafe name, or one in a hidden folder.
-            UsageError: there is a file of that name already.
+            UsageError: there is a file of that name already, or a folder, or a file where its folder would be.
         """
         if any(part.startswith(".") for part in check_name(name).split("/")[:-1]):
             raise PathError(f"file name {name!a} lies in a hidden folder", path=self.destination)
         if name in self._staged:
             raise UsageError(f"file name {name!a} is given twice", path=self.destination)
+        folders = {str(parent) for parent in PurePosixPath(name).parents if parent.name}
+        clash = next((folder for folder in sorted(folders) if folder in self._staged), None)
+        if name in self._folders or clash is not None:
+            text = f"{clash or name!a} cannot be both a file and a folder of the output"
+            raise UsageError(text, path=self.destination)
+        self._folders |= folders
         self._count += 1
         self._staged[name] = self.work / f"{self._count:06d}.partial"
         return self._staged[name]
@@ -105,7 +140,8 @@ class Staging:
         """Give all files their names, each by an atomic rename: the manifest, the index and config.json last.
 
         A reader that finds config.json finds everything. What the folder held before is moved away first and removed
-        when all is done; hidden sub-folders (.git) stay. If anything fails, the old content is moved back.
+        when all is done; hidden sub-folders (.git), README.md and .gitattributes stay, also where the output has a file
+        of that name. If anything fails, the old content is moved back.
 
         Raises:
             WriteError: the operating system refuses; the destination is as before.
@@ -113,42 +149,57 @@ class Staging:
         """
         ranks = {MANIFEST_NAME: 1, INDEX_NAME: 2, **dict.fromkeys(last, 3), CONFIG_NAME: 4}
         names = sorted(self._staged, key=lambda name: (ranks.get(name, 0), name))
-        moved: list[tuple[Path, Path]] = []
-        old = self.work / _OLD
         try:
-            old.mkdir()
             content = self._old_content()
             if content and not self._replaces:
-                raise OutputExistsError("has been filled meanwhile", path=self.destination)  # noqa: TRY301 - rolled back below
+                raise OutputExistsError("has been filled meanwhile", path=self.destination)  # noqa: TRY301 - nothing to undo
+            own = own_files(self.root)
+            refuse_foreign_files(self.root, own, self.destination)
+            kept = {path.name for path in content if path.name in KEPT_NAMES}
+            content = [path for path in content if path.name not in kept]
+            names = [name for name in names if name not in kept]
+            note_files(self.work, own.union(names), old=[path.name for path in content], new=names)
+            old = self.work / OLD_NAME
+            old.mkdir()
             for path in content:
-                _move(path, old / path.name, moved)
-            made = _Folders(self.root)
+                _move(path, old / path.name)
+            made = Folders(self.root)
+            if content:
+                sync_folder(old)
+                made.sync()
             rank = 0
             for name in names:
                 if ranks.get(name, 0) != rank:  # what came before must be on disk first
                     rank = ranks.get(name, 0)
                     made.sync()
                 made.add(name)
-                _move(self._staged[name], self.root / name, moved)
+                _move(self._staged[name], self.root / name)
             made.sync()
         except BaseException as error:
-            for before, after in reversed(moved):
-                with contextlib.suppress(OSError):
-                    after.rename(before)
-            made_folders = {self.root / parent for name in names for parent in Path(name).parents if parent.name}
-            for folder in sorted(made_folders, reverse=True):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            failure = settle(self.root, self.work, undo=True)
+            if failure is not None:
+                raise self._failure(failure) from error
             if isinstance(error, OSError) and not isinstance(error, EspalierError):
                 raise write_error(error, self.destination) from error
             raise
-        self._created.clear()
-        self._remove_work()
-        with contextlib.suppress(OSError):
-            sync_folder(self.root)
+        self._committed = True
+        # The output is complete: there is nothing left that a Ctrl-C could stop.
+        for _ in range(_ATTEMPTS):
+            try:
+                self._clear()
+            except KeyboardInterrupt:
+                continue
+            break
 
     def abort(self) -> None:
-        """Remove everything that was written and created; old content stays. Never raises OSError."""
+        """Remove everything that was written and created; old content stays, and so does a workspace that is in use.
+
+        Old content that cannot be moved back stays where it is. Never raises OSError.
+        """
+        if self._committed:
+            return
+        if self._lock is not None:
+            settle(self.root, self.work, undo=True)
         self._remove_work()
         self._remove_created()
 
@@ -160,11 +211,14 @@ class Staging:
             return False
         except NotADirectoryError as error:
             raise OutputExistsError("exists and is not a folder", path=self.destination) from error
-        if not found:
+        if not found or (self.resume and found == {PROGRESS_NAME}):
             return False
         ours = MANIFEST_NAME in found or PROGRESS_NAME in found
         if not self.force:
             hint = "; --force replaces it" if ours else ""
+            if self.workspace is not None and self.workspace.is_dir() and CONFIG_NAME not in found:
+                both = "" if found == {PROGRESS_NAME} else " with --force"
+                hint = f"; --resume{both} goes on with it, --force alone begins anew"
             what = "holds an unfinished output" if found == {PROGRESS_NAME} else "is not empty"
             raise OutputExistsError(f"destination {what}{hint}", path=self.destination)
         if not ours:
@@ -172,6 +226,7 @@ class Staging:
                 f"destination is not empty, and has no {MANIFEST_NAME} to show that this program wrote it",
                 path=self.destination,
             )
+        refuse_foreign_files(self.root, own_files(self.root), self.destination)
         return True
 
     def _old_content(self) -> list[Path]:
@@ -201,15 +256,58 @@ class Staging:
                 self._created.pop().rmdir()
 
     def _remove_work(self) -> None:
-        if self._lock is not None:
-            # config.json first: the old content must not look complete while it goes.
-            with contextlib.suppress(OSError):
-                (self.work / _OLD / CONFIG_NAME).unlink(missing_ok=True)
-            shutil.rmtree(self.work, ignore_errors=True)
-            self._release()
-        else:
+        if self._lock is None:
             with contextlib.suppress(OSError):
                 self.work.rmdir()
+            return
+        kept = self._kept_entries()
+        with contextlib.suppress(OSError):
+            for entry in self.work.iterdir():
+                if entry.name not in kept and entry.name != _LOCK:
+                    with contextlib.suppress(OSError):
+                        _remove(entry)
+        if not kept:
+            shutil.rmtree(self.work, ignore_errors=True)
+        self._release()
+
+    def _kept_entries(self) -> set[str]:
+        """Return what must stay when the output does not come about: content that is nowhere else, and its notes."""
+        kept = {OLD_NAME} if (self.work / OLD_NAME).exists() else set()
+        if self.workspace is not None and self._keeps_workspace():
+            kept.add(self.workspace.name)
+        if kept or not (self.root / MANIFEST_NAME).exists():
+            with contextlib.suppress(OSError):
+                notes = NOTES_NAME if (self.work / NOTES_NAME).exists() and (kept or self._old_content()) else None
+                kept.update([notes] if notes else [])
+        return kept
+
+    def _clear(self) -> None:
+        """Remove the old content and the folder for temporary files after a commit."""
+        self._created.clear()
+        with contextlib.suppress(OSError):
+            discard(self.work)
+        if not (self.work / OLD_NAME).exists():
+            shutil.rmtree(self.work, ignore_errors=True)
+        self._release()
+        with contextlib.suppress(OSError):
+            sync_folder(self.root)
+
+    def _failure(self, error: OSError) -> WriteError:
+        """Return the error to raise, which says where the old content is unless it is back in its place."""
+        old = self.work / OLD_NAME
+        if not old.exists():
+            return write_error(error, self.destination)
+        reason = error.strerror or str(error)
+        return WriteError(
+            f"cannot write: {reason}; what could not be moved back of the old content is in {old}",
+            path=self.destination,
+        )
+
+    def _keeps_workspace(self) -> bool:
+        try:
+            return self.workspace is not None and any(self.workspace.iterdir())
+        except OSError:
+            return False
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -217,46 +315,7 @@ class Staging:
             self._lock = None
 
 
-class _Folders:
-    """The folders that renames went to, which must be synced."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._touched = {root}
-
-    def add(self, name: str) -> None:
-        target = (self._root / name).parent
-        target.mkdir(parents=True, exist_ok=True)
-        while target != self._root:
-            self._touched.add(target)
-            target = target.parent
-
-    def sync(self) -> None:
-        for folder in sorted(self._touched, reverse=True):
-            sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable, where the file system can."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_error(error: Exception, path: str | Path) -> WriteError:
-    """Return the `WriteError` for what the operating system said."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return WriteError(f"cannot write: {reason}; what was written has been removed", path=str(path).replace("\0", "\\0"))
-
-
-def _move(before: Path, after: Path, moved: list[tuple[Path, Path]]) -> None:
-    # Listed first: an interrupt between the two must not lose track of the file.
-    moved.append((before, after))
+def _move(before: Path, after: Path) -> None:
     before.rename(after)
 
 
@@ -271,8 +330,3 @@ def _real(destination: Path) -> Path:
     if destination.is_symlink() and not destination.exists():
         raise OutputExistsError("is a link that leads nowhere", path=destination)
     return destination.resolve()
-
-
-def _check_apart(root: Path, source: Path, destination: Path) -> None:
-    if root == source or root in source.parents or source in root.parents:
-        raise UsageError("source and destination must be apart from each other", path=destination)

@@ -11,19 +11,21 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Final, NamedTuple, Self, TypeVar
 
-from espalier_format.container.folder import SHARD_SUFFIX
+from espalier_format.container.durable import write_error
+from espalier_format.container.folder import is_shard_name
 from espalier_format.container.hashing import Buffer, FileHasher, FileRecord
 from espalier_format.container.header import Header, serialise_header, tensor_bytes
 from espalier_format.container.index import INDEX_NAME, Index
 from espalier_format.container.names import MANIFEST_NAME
-from espalier_format.container.pieces import batches, file_pieces, piece_bytes, start_writeback, write_all
-from espalier_format.container.regular_file import open_regular
+from espalier_format.container.pieces import batches, piece_bytes, start_writeback, write_all
+from espalier_format.container.regular_file import open_regular, read_pieces
 from espalier_format.container.shard import CHUNK_BYTES, Shard
-from espalier_format.container.staging import Staging, write_error
+from espalier_format.container.staging import Staging
 from espalier_format.errors import ShapeError, UsageError
 
-_QUEUED_BYTES: Final = 4 * CHUNK_BYTES  # that wait for the hashing thread
-_FLUSH_BYTES: Final = 32 * 1024 * 1024
+_QUEUED_BYTES: Final = 8 * CHUNK_BYTES  # that wait for the hashing thread
+_OPEN_FILES: Final = 32  # that wait for the disk: a process may have 256 or 1024
+_FLUSH_BYTES: Final = 8 * 1024 * 1024
 
 _T = TypeVar("_T")
 
@@ -48,7 +50,8 @@ class CheckpointWriter:
     not called, the destination is as it was before. After a kill or power loss it holds no config.json unless it is
     complete; what is left then is in `.espalier-in-progress` and goes with the next run with `force`.
 
-    Memory: a few pieces of 4 MiB. Each file is hashed while it is written, by a second thread.
+    Memory: a few pieces of 4 MiB. Each file is hashed while it is written, by a second thread; a third waits for the
+    disk.
     """
 
     def __init__(
@@ -58,19 +61,33 @@ class CheckpointWriter:
         force: bool = False,
         sources: Iterable[str | Path] = (),
         progress: Callable[[int], object] | None = None,
+        workspace: str | None = None,
+        resume: bool = False,
     ) -> None:
         """Check the destination; nothing is changed before the `with` block is entered.
 
         `sources` are the folders that are read from; `force` allows to replace an output of this program at commit
-        time; `progress` is called with the number of bytes just written.
+        time; `progress` is called with the number of bytes just written. `workspace` names a folder for intermediate
+        results: what is in it survives an exception and a kill, and goes when the output is complete. With `resume`
+        the one that an earlier run left behind is taken over; else it is emptied, for which `force` is needed.
 
         Raises:
             UsageError, OutputExistsError, WriteError: as `Staging`.
         """
+        if str(destination) == "":
+            raise UsageError('the path of the output is empty; the current folder is "."')
         self.destination = Path(destination)
-        self._staging = Staging(self.destination, force=force, sources=[Path(source) for source in sources])
+        self._staging = Staging(
+            self.destination,
+            force=force,
+            sources=[Path(source) for source in sources],
+            workspace=workspace,
+            resume=resume,
+        )
         self._progress = progress
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="espalier-hash")
+        # Apart from hashing: an fsync waits for the disk, and the next file can be hashed meanwhile.
+        self._closing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="espalier-sync")
         self._queued: deque[tuple[Future[None], int]] = deque()
         self._queued_bytes = 0
         self._records: dict[str, Future[FileRecord]] = {}
@@ -94,8 +111,15 @@ class CheckpointWriter:
             self._abort()
 
     @property
+    def workspace(self) -> Path:
+        """The folder for intermediate results; UsageError for a writer that has none."""
+        if self._staging.workspace is None:
+            raise UsageError("this writer has no workspace", path=self.destination)
+        return self._staging.workspace
+
+    @property
     def records(self) -> Mapping[str, FileRecord]:
-        """Size and hashes of all files added so far; waits for the hashing thread."""
+        """Size and hashes of all files added so far; waits for the threads."""
         return MappingProxyType({name: self._result(record, name) for name, record in self._records.items()})
 
     def add_shard(
@@ -132,12 +156,12 @@ class CheckpointWriter:
             WriteError: the operating system refuses to write.
             MissingFileError, MalformedError, SourceError: the source cannot be read; as `Shard` for shards.
         """
-        if header is None and _is_shard(name):
+        if header is None and is_shard_name(name):
             with Shard(source) as shard:
                 header = shard.header
         file, size = open_regular(source)
         with file:
-            self._write(name, size, file_pieces(file.fileno(), size, source))
+            self._write(name, size, read_pieces(file.fileno(), 0, size, CHUNK_BYTES, source))
         if header is not None:
             self._list(name, header.tensors, header.file_size - header.data_start)
 
@@ -179,12 +203,16 @@ class CheckpointWriter:
         self._staging.commit(self._last)
         self._state = "finished"
         self._hashing.shutdown()
+        self._closing.shutdown()
         return records
 
     def _write(self, name: str, size: int, chunks: Iterator[Buffer]) -> None:
         if self._state != "open":
             raise UsageError("a writer writes within its with block only", path=self.destination)
         path = self._staging.file(name)
+        if len(self._open) >= _OPEN_FILES:
+            newest = next(reversed(self._records))
+            self._result(self._records[newest], newest)  # they are closed in order
         # Anything that goes wrong below leaves an incomplete file, after which finish() must not succeed.
         self._state = "failed"
         try:
@@ -206,7 +234,8 @@ class CheckpointWriter:
                 raise write_error(error, self.destination / name) from error
             if self._progress is not None:
                 self._progress(count)
-        self._records[name] = self._hashing.submit(self._close, descriptor, hasher)
+        record = self._hashing.submit(hasher.record)
+        self._records[name] = self._closing.submit(self._close, descriptor, record)
         self._state = "open"
 
     def _submit(self, hasher: FileHasher, batch: list[Buffer], count: int, name: str) -> None:
@@ -223,29 +252,33 @@ class CheckpointWriter:
         except OSError as error:
             raise write_error(error, self.destination / name) from error
 
-    def _close(self, descriptor: int, hasher: FileHasher) -> FileRecord:
+    def _close(self, descriptor: int, record: Future[FileRecord]) -> FileRecord:
         os.fsync(descriptor)
-        os.close(descriptor)
+        # First: once it is closed, the other thread may open another file under the same number.
         del self._open[descriptor]
-        return hasher.record()
+        os.close(descriptor)
+        return record.result()
 
     def _list(self, name: str, tensors: Iterable[str], size: int) -> None:
-        if _is_shard(name):
-            self._weight_map.update(dict.fromkeys(tensors, name))
-            self._tensor_bytes += size
+        if not is_shard_name(name):
+            return
+        for tensor in tensors:
+            if tensor in self._weight_map:
+                self._state = "failed"
+                text = f"is in two shards of one output, {self._weight_map[tensor]} and {name}"
+                raise UsageError(text, path=self.destination, tensor=tensor)
+            self._weight_map[tensor] = name
+        self._tensor_bytes += size
 
     def _abort(self) -> None:
         self._state = "aborted"
         self._hashing.shutdown(cancel_futures=True)
+        self._closing.shutdown(cancel_futures=True)
         for descriptor in self._open:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._open.clear()
         self._staging.abort()
-
-
-def _is_shard(name: str) -> bool:
-    return name.endswith(SHARD_SUFFIX) and "/" not in name
 
 
 def _shard_bytes(header: bytes, tensors: list[PlannedTensor], sizes: list[int]) -> Iterator[Buffer]:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from espalier_format.container import folder as folder_module
 from espalier_format.container.folder import CheckpointFolder, check_name
-from espalier_format.errors import MissingFileError, PathError, SourceError
+from espalier_format.container.shard import Shard
+from espalier_format.errors import LimitError, MissingFileError, PathError, SourceError
 
 
 @pytest.mark.parametrize("name", ["a", "a.safetensors", "sub/a", "a..b", "..a", ".gitattributes", "é", "a b", "ab:c"])
@@ -240,3 +242,35 @@ def test_path_error_for_blobs_without_the_cache_layout(cache: Path) -> None:
     """The exception is for snapshots/<revision> alone, not for any folder beside a folder called blobs."""
     with pytest.raises(PathError):
         CheckpointFolder(cache / "sub").resolve("x.json")
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "é" * 128, "x/" * 32 + "y", "a/" + "b" * 256])
+def test_path_error_for_names_too_long_or_too_deep(name: str) -> None:
+    with pytest.raises(PathError, match="too long or too deep"):
+        check_name(name)
+
+
+def test_names_at_the_limits() -> None:
+    for name in ("a" * 255, "é" * 127, "x/" * 31 + "y"):
+        assert check_name(name) == name
+
+
+def test_too_many_shards_are_not_all_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty links to one large shard: counting begins before the last one is read."""
+    entry = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    header = b'{"a":' + entry + b',"b":' + entry + b"}"
+    (tmp_path / "0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for number in range(1, 30):
+        (tmp_path / f"{number}.safetensors").symlink_to("0.safetensors")
+    opened = []
+    real = folder_module.Shard
+
+    def shard(path: Path, *, name: str) -> Shard:
+        opened.append(name)
+        return real(path, name=name)
+
+    monkeypatch.setattr(folder_module, "Shard", shard)
+    monkeypatch.setattr(folder_module, "MAX_TENSORS", 5)
+    with pytest.raises(LimitError, match="more tensors"):
+        CheckpointFolder(tmp_path).open_shards()
+    assert len(opened) == 3

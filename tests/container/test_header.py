@@ -83,7 +83,10 @@ def test_valid_out_of_order(layout: dict[str, Any]) -> None:
     assert list(parsed.tensors) == ["c", "z", "a"]
 
 
-@pytest.mark.parametrize("text", [b"{}", b'{"__metadata__":{}}', b"{}   ", b'{"__metadata__":{"a":"b"}}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [b"{}", b'{"__metadata__":{}}', b'{"__metadata__":null}', b"{}   ", b'{"__metadata__":{"a":"b"}}\n'],
+)
 def test_valid_without_tensors(text: bytes) -> None:
     assert read(file_of(text)).tensors == {}
 
@@ -124,6 +127,30 @@ def test_truncated_error_when_the_file_shrinks_meanwhile() -> None:
 def test_limit_error_for_header_length(length: int) -> None:
     with pytest.raises(LimitError):
         read(length.to_bytes(8, "little") + b"{}")
+
+
+def test_limit_error_for_objects_and_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a name, and also in the form that is read without the general parser."""
+    text = json.dumps({"[" * 20: entry()}, separators=(",", ":")).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(4)
+    assert list(read(data).tensors) == ["[" * 20]
+    for module in ("header", "json_document"):
+        monkeypatch.setattr(f"espalier_format.container.{module}.MAX_JSON_CONTAINERS", 23)
+    with pytest.raises(LimitError, match="too many objects and arrays"):
+        read(data)
+
+
+@pytest.mark.parametrize("length", [23, 24, 130])
+def test_malformed_error_for_a_git_lfs_pointer(length: int) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 16\n" + bytes(100)
+    with pytest.raises(MalformedError, match=r"Git LFS pointer.*git lfs pull"):
+        read(pointer[:length])
+
+
+@pytest.mark.parametrize("data", [b"version ", b"version https://git-lf", b"version https://git-xx" + bytes(100)])
+def test_what_only_begins_like_a_pointer(data: bytes) -> None:
+    with pytest.raises(LimitError):
+        read(data)
 
 
 def test_truncated_error_for_header_length() -> None:
@@ -182,7 +209,8 @@ def test_limit_error_for_number_of_tensors(layout: dict[str, Any], monkeypatch: 
         b'{"a":{"dtype":"U8","shape":[,1],"data_offsets":[0,1]}}',
         b'{"a":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}}',
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,01]}}',
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}x',
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}',
+        b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]},"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}',
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}',
         b'{"a\xff":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
@@ -238,7 +266,7 @@ def test_malformed_error_for_an_entry(wrong: object, layout: dict[str, Any]) -> 
     refuse(MalformedError, {"a": wrong}, bytes(4), layout)
 
 
-@pytest.mark.parametrize("wrong", [None, 1, "x", [], {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": ["b"]}, entry()])
+@pytest.mark.parametrize("wrong", [1, "x", [], {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"a": ["b"]}, entry()])
 def test_malformed_error_for_metadata(wrong: object, layout: dict[str, Any]) -> None:
     refuse(MalformedError, {"__metadata__": wrong, "a": entry()}, bytes(4), layout)
     refuse(MalformedError, {"a": entry(), "__metadata__": wrong}, bytes(4), layout)

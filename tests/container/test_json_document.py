@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from espalier_format.container import json_document
 from espalier_format.container.json_document import JsonStyle, parse_json, read_json, read_json_object
 from espalier_format.errors import LimitError, MalformedError, MissingFileError, SchemaError
+from espalier_format.limits import MAX_JSON_CONTAINERS
 
 
 def parse(data: bytes, **options: int) -> object:
@@ -23,6 +24,23 @@ def parse(data: bytes, **options: int) -> object:
 def test_values_survive() -> None:
     document = parse(b'{"a": [1, -0, 1e400, 123456789012345678901234567890, null, true], "\\ud800": "\\u00e9\xc3\xa9"}')
     assert document == {"a": [1, 0, math.inf, 123456789012345678901234567890, None, True], "\ud800": "éé"}
+
+
+@pytest.mark.parametrize("blank", [" ", "\t"])
+def test_a_huge_indent_is_not_kept(blank: str) -> None:
+    document = {"a": {"b": [1, 2]}}
+    kept = json.dumps(document, indent=blank * 16).encode()
+    assert JsonStyle.detect(kept).dumps(document) == kept
+    bomb = json.dumps(document, indent=blank * 17).encode()
+    assert JsonStyle.detect(bomb).dumps(document) == json.dumps(document, indent=2).encode()
+
+
+def test_limit_error_for_a_text_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short lists without line feeds grow when each entry gets a line of its own."""
+    monkeypatch.setattr(json_document, "MAX_JSON_BYTES", 10_000)
+    with pytest.raises(LimitError, match="too large"):
+        JsonStyle(indent=16).dumps([[0] * 600])
+    assert JsonStyle(indent=None).dumps([[0] * 600])
 
 
 def test_infinity_and_nan_literals_are_accepted() -> None:
@@ -141,6 +159,19 @@ def test_limit_error_before_a_huge_file_is_read(tmp_path: Path) -> None:
         read_json(path)
 
 
+def test_limit_error_for_objects_and_arrays() -> None:
+    """Two bytes of text, sixty of memory: they are counted before the parser sees them."""
+    parse(b"[" + b"[]," * 100_000 + b"[]]")
+    for document in (b"[" + b"{}," * MAX_JSON_CONTAINERS + b"1]", b'["' + b"[" * (MAX_JSON_CONTAINERS + 1) + b'"]'):
+        with pytest.raises(LimitError, match="too many objects and arrays"):
+            parse(document)
+
+
+def test_malformed_error_for_a_git_lfs_pointer() -> None:
+    with pytest.raises(MalformedError, match=r"Git LFS pointer.*git lfs pull"):
+        parse(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+
+
 def test_missing_file_error(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         read_json(tmp_path / "config.json")
@@ -192,3 +223,12 @@ def test_style_of_fixtures(llama_exl3: Path, qmoe_exl3: Path) -> None:
             if path.name != "tokenizer.json":  # written by another library, never rewritten here
                 data = path.read_bytes()
                 assert JsonStyle.detect(data).dumps(json.load(io.BytesIO(data))) == data, path
+
+
+def test_malformed_error_for_a_number_that_would_become_an_infinity(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": [1e308, Infinity, 0.1]}')
+    assert JsonStyle.of_file(path) == JsonStyle.detect(path.read_bytes())
+    path.write_text('{"a": [-1e400]}')
+    with pytest.raises(MalformedError, match=r"written again \(got -1e400\)"):
+        JsonStyle.of_file(path)

@@ -12,7 +12,15 @@ from safetensors.numpy import save_file
 
 from espalier_format.container.header import DTYPE_BITS
 from espalier_format.container.shard import Shard
-from espalier_format.errors import MalformedError, MissingFileError, PathError, SourceError, TruncatedError
+from espalier_format.errors import (
+    MalformedError,
+    MissingFileError,
+    PathError,
+    ShapeError,
+    SourceError,
+    TruncatedError,
+    UsageError,
+)
 
 MakeShard = Callable[..., Path]
 
@@ -57,6 +65,10 @@ def test_unaligned_data_is_readable_at_every_offset(make_shard: MakeShard) -> No
             assert array.shape == (7, 1)
             assert array.flags.aligned
             assert array.tobytes() == values.tobytes()
+            view = shard.view(shard.header.tensors["x"])
+            assert view.tobytes() == values.tobytes()
+            assert view.flags.aligned == ((shard.header.data_start + shard.header.tensors["x"].start) % 4 == 0)
+            assert np.shares_memory(view, shard.view(shard.header.tensors["x"]))
 
 
 def test_arrays_are_read_only(make_shard: MakeShard) -> None:
@@ -68,6 +80,7 @@ def test_arrays_are_read_only(make_shard: MakeShard) -> None:
     with Shard(make_shard(header, bytes(7))) as shard:
         for info in shard.header.tensors.values():
             assert not shard.array(info).flags.writeable
+            assert not shard.view(info).flags.writeable
             assert shard.bytes_of(info).readonly
 
 
@@ -102,10 +115,24 @@ def test_arrays_outlive_the_shard(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": np.arange(6, dtype="<i2")}, path)
     shard = Shard(path)
-    array = shard.array(shard.header.tensors["a"])
+    array, view = shard.array(shard.header.tensors["a"]), shard.view(shard.header.tensors["a"])
     shard.close()
     shard.close()
-    assert array.tolist() == [0, 1, 2, 3, 4, 5]
+    assert array.tolist() == view.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_unaligned_views_outlive_the_shard(make_shard: MakeShard) -> None:
+    header = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "I16", "shape": [2], "data_offsets": [1, 5]},
+        "c": {"dtype": "U8", "shape": [1], "data_offsets": [5, 6]},
+        "d": {"dtype": "I16", "shape": [2], "data_offsets": [6, 10]},
+    }
+    shard = Shard(make_shard(header, bytes(range(10))))
+    views = [shard.view(shard.header.tensors[name]) for name in "bd"]
+    shard.close()
+    assert [view.tobytes() for view in views] == [bytes(range(1, 5)), bytes(range(6, 10))]
+    assert {view.flags.aligned for view in views} == {True, False}
 
 
 def test_name(make_shard: MakeShard) -> None:
@@ -179,3 +206,19 @@ def test_no_descriptor_leaks_on_refusal(make_shard: MakeShard) -> None:
         with pytest.raises(MalformedError):
             Shard(path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_usage_error_after_close(make_shard: Callable[..., Path]) -> None:
+    shard = Shard(make_shard({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"ab"))
+    info = shard.header.tensors["a"]
+    shard.close()
+    for read in (shard.array, shard.bytes_of, shard.read):
+        with pytest.raises(UsageError, match="closed"):
+            read(info)
+
+
+def test_shape_error_for_more_dimensions_than_numpy_has(make_shard: Callable[..., Path]) -> None:
+    with Shard(make_shard({"a": {"dtype": "U8", "shape": [1] * 70, "data_offsets": [0, 1]}}, b"a")) as shard:
+        with pytest.raises(ShapeError, match="70 dimensions"):
+            shard.array(shard.header.tensors["a"])
+        assert shard.read(shard.header.tensors["a"]) == b"a"

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def planned(name: str, data: bytes, pieces: int = 1) -> PlannedTensor:
 
 
 def manifest(records: Mapping[str, FileRecord]) -> bytes:
-    return json.dumps({name: record.sha256 for name, record in records.items()}).encode()
+    return json.dumps({"files": {name: record.sha256 for name, record in records.items()}}).encode()
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -102,7 +103,7 @@ def test_a_whole_checkpoint(tmp_path: Path, llama_exl3: Path) -> None:
         assert record.sha256 == hashlib.sha256(data).hexdigest()
         assert record.git_blob_sha1 == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
     assert sum(seen) == total
-    listed = json.loads((destination / MANIFEST_NAME).read_text())
+    listed = json.loads((destination / MANIFEST_NAME).read_text())["files"]
     assert listed == {name: record.sha256 for name, record in records.items() if name != MANIFEST_NAME}
     folder = CheckpointFolder(destination)
     index = Index.read(folder)
@@ -151,9 +152,9 @@ def test_names_appear_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     order: list[str] = []
     real = staging_module._move
 
-    def record(before: Path, after: Path, moved: list[tuple[Path, Path]]) -> None:
+    def record(before: Path, after: Path) -> None:
         order.append(after.name)
-        real(before, after, moved)
+        real(before, after)
 
     monkeypatch.setattr(staging_module, "_move", record)
     with CheckpointWriter(tmp_path / "out") as writer:
@@ -222,7 +223,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     size = 1 << 20
     with CheckpointWriter(tmp_path / "out") as writer:
         writer.add_shard(
-            "m.safetensors", [PlannedTensor("a", "U8", (64 * size,), lambda: (Piece(size) for _ in range(64)))]
+            "m.safetensors", [PlannedTensor("a", "U8", (128 * size,), lambda: (Piece(size) for _ in range(128)))]
         )
         writer.finish()
     assert counts["most"] * size <= writer_module._QUEUED_BYTES + 3 * writer_module.CHUNK_BYTES
@@ -337,8 +338,6 @@ def test_destination_may_be_relative_empty_or_a_link_to_an_empty_folder(
 def test_force_replaces_our_own_output(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_small(out)
-    (out / "sub").mkdir()
-    (out / "sub" / "stale").touch()
     (out / ".git").mkdir()
     (out / ".git" / "HEAD").write_text("ref")
     with CheckpointWriter(out, force=True) as writer:
@@ -352,15 +351,76 @@ def test_force_replaces_our_own_output(tmp_path: Path) -> None:
 
 def test_force_replaces_what_an_interrupted_run_left(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (out / PROGRESS_NAME / "old").mkdir(parents=True)
+    (out / PROGRESS_NAME / "discarded").mkdir(parents=True)
     (out / PROGRESS_NAME / "000001.partial").write_text("half")
-    (out / PROGRESS_NAME / "old" / "x").touch()
+    (out / PROGRESS_NAME / "discarded" / "x").touch()
+    (out / PROGRESS_NAME / "names.json").write_text('{"files": ["model.safetensors"]}')
     (out / "model.safetensors").touch()
     with pytest.raises(OutputExistsError, match="--force"):
         CheckpointWriter(out)
     write_small(out, force=True)
     write_small(tmp_path / "expected")
     assert snapshot(out) == snapshot(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/a.txt", "sub/.hidden/a", ".DS_Store", "link"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_force_refuses_to_remove_what_others_wrote(tmp_path: Path, name: str, when: str) -> None:
+    """Wherever it lies, and also when it comes while the output is written."""
+    out = tmp_path / "out"
+    write_small(out)
+
+    def add() -> None:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == "link":
+            (out / name).symlink_to(tmp_path)
+        else:
+            (out / name).write_text("mine")
+
+    if when == "before":
+        add()
+
+    def run() -> None:
+        with CheckpointWriter(out, force=True) as writer:
+            writer.add_bytes(CONFIG_NAME, b"new")
+            add()
+            writer.finish(manifest=manifest)
+
+    with pytest.raises(OutputExistsError, match="did not write") as caught:
+        run()
+    assert name in str(caught.value)
+    left = snapshot(out)
+    assert left.pop(name) == (None if name == "link" else b"mine")
+    write_small(tmp_path / "expected")
+    assert {key for key in left if not name.startswith(key)} == set(snapshot(tmp_path / "expected"))
+    assert (out / CONFIG_NAME).read_bytes() == b"{}"
+
+
+def test_force_keeps_what_people_edit(tmp_path: Path) -> None:
+    """README.md and .gitattributes stand in no manifest; they stay, also where the output has such a file."""
+    out = tmp_path / "out"
+    with CheckpointWriter(out) as writer:
+        writer.add_bytes("README.md", b"from the source")
+        writer.add_bytes("sub/old", b"")
+        writer.finish(manifest=manifest)
+    (out / "README.md").write_text("mine")
+    (out / ".gitattributes").write_text("mine")
+    with CheckpointWriter(out, force=True) as writer:
+        writer.add_bytes("README.md", b"from the source")
+        writer.add_bytes("new", b"")
+        writer.finish(manifest=manifest)
+    assert sorted(snapshot(out)) == [".gitattributes", "README.md", MANIFEST_NAME, "new"]
+    assert (out / "README.md").read_text() == (out / ".gitattributes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 1}'])
+def test_force_refuses_what_no_manifest_vouches_for(tmp_path: Path, text: str) -> None:
+    write_small(tmp_path / "out")
+    (tmp_path / "out" / MANIFEST_NAME).write_text(text)
+    before = snapshot(tmp_path)
+    with pytest.raises(OutputExistsError, match="cannot be read"):
+        CheckpointWriter(tmp_path / "out", force=True)
+    assert snapshot(tmp_path) == before
 
 
 class BoomError(Exception):
@@ -454,20 +514,20 @@ def test_write_error_at_any_rename_rolls_back(tmp_path: Path, monkeypatch: pytes
     """Fails at the 1st, 2nd … rename of the commit, until it succeeds."""
     out = tmp_path / "out"
     if kind == "old":
-        write_small(out, text=b"old")
-        (out / "sub").mkdir()
-        (out / "sub" / "old").write_text("old")
+        with CheckpointWriter(out) as writer:
+            writer.add_bytes(CONFIG_NAME, b"old")
+            writer.add_bytes("sub/old", b"old")
+            writer.finish(index=True, manifest=manifest)
     before = snapshot(tmp_path)
     real = staging_module._move
     for fatal in range(1, 20):
         left = [fatal]
 
-        def move(first: Path, second: Path, moved: list[tuple[Path, Path]], left: list[int] = left) -> None:
+        def move(first: Path, second: Path, left: list[int] = left) -> None:
             left[0] -= 1
             if left[0] == 0:
-                moved.append((first, second))
                 raise OSError(5, "Input/output error")
-            real(first, second, moved)
+            real(first, second)
 
         monkeypatch.setattr(staging_module, "_move", move)
         try:
@@ -515,22 +575,24 @@ def write_files(writer: CheckpointWriter, *names: str) -> None:
     writer.finish()
 
 
-def test_write_error_for_a_file_and_a_folder_of_one_name(tmp_path: Path) -> None:
-    with pytest.raises(WriteError), CheckpointWriter(tmp_path / "out") as writer:
-        write_files(writer, "a", "a/b")
-    assert snapshot(tmp_path) == {}
-
-
-def test_write_error_for_names_too_long(tmp_path: Path) -> None:
-    with pytest.raises(WriteError), CheckpointWriter(tmp_path / "out") as writer:
-        write_files(writer, "n" * 300)
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b/c", "a/b"), ("a/b", "a/b/c/d")])
+def test_usage_error_for_a_file_and_a_folder_of_one_name(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Before anything of the second file is written, and not by the rename at the end."""
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add_bytes(names[0], b"1")
+        with pytest.raises(UsageError, match="both a file and a folder"):
+            writer.add_bytes(names[1], b"1")
     assert snapshot(tmp_path) == {}
 
 
 # What refuses the content
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a\\b", "", ".git/x", f"{PROGRESS_NAME}/lock"])
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/x", "a/../../x", "a\\b", "", ".git/x", f"{PROGRESS_NAME}/lock", "n" * 256, "a/" * 40 + "b"],
+    ids=lambda name: name[:12],
+)
 def test_path_error(tmp_path: Path, name: str) -> None:
     source = tmp_path / "source"
     source.touch()
@@ -581,3 +643,59 @@ def test_copying_a_broken_shard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TruncatedError), CheckpointWriter(tmp_path / "out") as writer:
         writer.add_copy("m.safetensors", source)
     assert not (tmp_path / "out").exists()
+
+
+def test_hidden_shards_are_copied_and_not_indexed(tmp_path: Path) -> None:
+    """What no reader takes for a shard, such as the AppleDouble file beside one, is none for the writer."""
+    source = tmp_path / "source"
+    source.write_bytes(b"no safetensors")
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add_copy("._model.safetensors", source)
+        writer.add_shard("model.safetensors", [planned("a", b"1")])
+        writer.add_shard(".old.safetensors", [planned("b", b"1")])
+        writer.finish(index=True)
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    assert index == {"metadata": {"total_size": 1}, "weight_map": {"a": "model.safetensors"}}
+    assert (tmp_path / "out" / "._model.safetensors").read_bytes() == b"no safetensors"
+
+
+def test_usage_error_for_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "out") as writer:
+        writer.add_shard("1.safetensors", [planned("a", b"1")])
+        with pytest.raises(UsageError, match=r"two shards.*1\.safetensors and 2\.safetensors"):
+            writer.add_shard("2.safetensors", [planned("a", b"1")])
+        with pytest.raises(UsageError):
+            writer.finish()
+
+
+def test_usage_error_for_an_empty_path() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        CheckpointWriter("")
+
+
+def test_files_that_wait_for_the_disk_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint may come with thousands of small files, and a process may have 256 open."""
+    monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.002))
+    most = 0
+    with CheckpointWriter(tmp_path / "out") as writer:
+        for number in range(100):
+            writer.add_bytes(f"{number}.txt", b"x")
+            most = max(most, len(writer._open))
+        assert len(writer.finish()) == 100
+    assert 1 < most <= 33
+
+
+def test_a_descriptor_is_forgotten_before_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is closed, the next file may get the same number in the other thread."""
+    with CheckpointWriter(tmp_path / "out") as writer:
+        real, seen = os.close, []
+
+        def close(descriptor: int) -> None:
+            seen.append(descriptor in writer._open)
+            real(descriptor)
+
+        monkeypatch.setattr(os, "close", close)
+        writer.add_bytes("x", b"1")
+        assert writer.records["x"].size == 1
+        monkeypatch.undo()
+    assert seen == [False]

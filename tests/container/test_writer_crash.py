@@ -5,6 +5,7 @@ Power loss is not simulated; that data and names are synced in the right order i
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from espalier_format.container.shard import Shard
 from espalier_format.container.writer import CheckpointWriter
 
 SCRIPT = """
-    import os, signal, sys, time
+    import json, os, signal, sys, time
     from pathlib import Path
     from espalier_format.container import staging
     from espalier_format.container.writer import CheckpointWriter, PlannedTensor
@@ -38,10 +39,10 @@ SCRIPT = """
 
         real, count = staging._move, [0]
 
-        def move(before, after, moved):
+        def move(before, after):
             pause(f"rename {count[0]}")
             count[0] += 1
-            real(before, after, moved)
+            real(before, after)
 
         staging._move = move
         with CheckpointWriter(out, force=True) as writer:
@@ -49,7 +50,7 @@ SCRIPT = """
             writer.add_bytes("config.json", b"new")
             writer.add_shard("model.safetensors", [PlannedTensor("a", "U8", (8_000_000,), chunks)])
             pause("before finish")
-            writer.finish(index=True, manifest=lambda records: b"{}")
+            writer.finish(index=True, manifest=lambda records: json.dumps({"files": list(records)}).encode())
             pause("after finish")
 
     def kill(stage, out):
@@ -86,7 +87,7 @@ def write_old(out: Path) -> None:
     with CheckpointWriter(out) as writer:
         writer.add_bytes(CONFIG_NAME, b"old")
         writer.add_bytes("old.txt", b"old")
-        writer.finish(index=True, manifest=lambda records: b"{}")
+        writer.finish(index=True, manifest=lambda records: json.dumps({"files": list(records)}).encode())
 
 
 @pytest.mark.parametrize("kind", ["new", "old"])
