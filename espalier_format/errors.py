@@ -19,6 +19,8 @@ EspalierError
 │   ├── UnknownSizeError            unknown-size
 │   ├── ScaleOverflowError          scale-overflow
 │   ├── DependencyError             missing-dependency    (also ImportError)
+│   ├── HubError                    hub
+│   ├── UnreachableError            hub-unreachable       (also ConnectionError)
 │   └── UsageError                  usage
 └── InconsistentError               exit code 1: readable, but wrong
     ├── MissingTensorError          missing-tensor
@@ -29,11 +31,13 @@ EspalierError
     ├── IndexMismatchError          index-mismatch
     ├── NonFiniteScaleError         non-finite-scale
     ├── BitsMismatchError           bits-mismatch
-    └── DigestError                 digest-mismatch
+    ├── DigestError                 digest-mismatch
+    └── SignatureError              signature
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -71,11 +75,16 @@ class EspalierError(Exception):
         shown = ", ".join(f"{label} {value}" for label, value in values if value is not None)
         if shown:
             line += f" ({shown})"
-        if self.path is not None and self.path not in line:
+        if self.path is not None and not _names(line, self.path):
             line = f"{self.path}: {line}"
         line = " ".join(line.split())
         # Names come from files that nobody has checked: nothing in them may command a terminal.
         return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def _names(line: str, path: str) -> bool:
+    """Tell whether a message names a path already: one of several parts, so that it is no word by chance."""
+    return "/" in path and re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w/-])", line) is not None
 
 
 class RefusedError(EspalierError):
@@ -184,6 +193,18 @@ class DependencyError(RefusedError, ImportError):
     code = "missing-dependency"
 
 
+class HubError(RefusedError):
+    """The Hub refuses a request: no such repository or revision, no permission, a conflict, too many requests."""
+
+    code = "hub"
+
+
+class UnreachableError(RefusedError, ConnectionError):
+    """The Hub cannot be reached, or does not answer in time; the same command may succeed later."""
+
+    code = "hub-unreachable"
+
+
 class UsageError(RefusedError):
     """The arguments do not make sense together."""
 
@@ -248,3 +269,9 @@ class DigestError(InconsistentError):
     """A file size, file hash or decode digest differs from the manifest."""
 
     code = "digest-mismatch"
+
+
+class SignatureError(InconsistentError):
+    """The manifest has no signature by the given key."""
+
+    code = "signature"

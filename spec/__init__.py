@@ -15,7 +15,13 @@ from espalier_format.errors import MissingFileError
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-__all__ = ["names", "read_text"]
+__all__ = ["CONFIG_SCHEMA", "MANIFEST_SCHEMA", "names", "read_text"]
+
+CONFIG_SCHEMA: Final = "espalier-v1.config.schema.json"
+"""Name of the JSON Schema of ``quantization_config``."""
+
+MANIFEST_SCHEMA: Final = "espalier-v1.manifest.schema.json"
+"""Name of the JSON Schema of the manifest."""
 
 _SUFFIXES: Final = (".md", ".json")
 _FOLDERS: Final = ("vectors",)

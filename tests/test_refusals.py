@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ from espalier_format.converters.espalier_to_exl3 import espalier_to_exl3
 from espalier_format.converters.exl3_to_espalier import exl3_to_espalier
 from espalier_format.converters.to_hf import to_hf
 from espalier_format.errors import EspalierError, InconsistentError, RefusedError
+from espalier_format.hub.address import HubAddress
+from espalier_format.hub.client import HubClient
+from espalier_format.hub.opening import open_remote
+from espalier_format.hub.signing import TrustedKey
 from espalier_format.operations.verify import verify_checkpoint
 
 BAD = Path(__file__).parent / "vectors" / "bad"
@@ -318,6 +323,32 @@ def test_digest_error() -> None:
     check_corpus(errors.DigestError)
 
 
+def closed_port() -> str:
+    """An address of this machine at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_hub_error() -> None:
+    """A name that the Hub's client refuses before it asks; what servers refuse is in tests/hub."""
+    provoke(errors.HubError, lambda: open_remote(HubAddress("org/a--b"), HubClient("http://127.0.0.1:9", False)))
+
+
+def test_unreachable_error() -> None:
+    nobody = HubClient(closed_port(), False, attempts=2, first_pause=0.01)
+    provoke(errors.UnreachableError, lambda: open_remote(HubAddress("org/name"), nobody))
+
+
+def test_signature_error(tmp_path: Path) -> None:
+    """Missing; signatures that are wrong are in tests/hub, for they need the extra [sign]."""
+    espalier_draft([Module("layers.0.up_proj", 128, 128)]).write(tmp_path / "x")
+    report = verify_checkpoint(tmp_path / "x", trusted=TrustedKey(tmp_path / "public.pem"))
+    (finding,) = report.findings
+    check(finding, errors.SignatureError)
+    assert report.exit_code == 1
+
+
 def snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -353,7 +384,7 @@ def test_every_class_of_the_module_is_in_the_tree() -> None:
 
 
 def test_the_corpus_is_complete() -> None:
-    """Codes that only an operation on good input can cause have no bad file."""
+    """Codes that only an operation on good input can cause have no bad file; a signature needs a key to be bad by."""
     without_file = {
         errors.OutputExistsError,
         errors.WriteError,
@@ -361,7 +392,10 @@ def test_the_corpus_is_complete() -> None:
         errors.UnknownSizeError,
         errors.ScaleOverflowError,
         errors.DependencyError,
+        errors.HubError,
+        errors.UnreachableError,
         errors.UsageError,
+        errors.SignatureError,
     }
     assert {case["code"] for case in CASES.values()} == {kind.code for kind in set(concrete_classes()) - without_file}
     assert set(CASES) == {path.name for path in BAD.iterdir() if path.is_dir()}

@@ -11,10 +11,9 @@ from espalier_format.schema.config import (
     parse_quantization_config,
 )
 from espalier_format.schema.expert_bank import ExpertBank, Projection, Rotation
-from espalier_format.schema.manifest import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
+from espalier_format.schema.manifest import FileEntry, Manifest, parse_manifest
 
 __all__ = [
-    "MANIFEST_NAME",
     "CodebookConstants",
     "ExpertBank",
     "FileEntry",

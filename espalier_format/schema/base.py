@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, core_schema
 
 from espalier_format.errors import SchemaError
 
@@ -13,12 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pydantic import ValidationError
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 
 MAX_SIZE: Final = 2**31
 """Largest matrix side, expert count or similar number that a config may state."""
 
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_PIECE: Final = 256
 _SHOWN_INPUT: Final = 60
 _SHOWN_KEY: Final = 160
 _TYPE_NAMES: Final = {
@@ -45,12 +58,102 @@ class FrozenModel(BaseModel):
         protected_namespaces=(),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_key(cls, value: object) -> object:
+        """Drop all unknown keys of a document but the first: a finding costs a thousand times what its key does."""
+        fields = cls.model_fields
+        if type(value) is not dict or len(value) <= len(fields) + 1:
+            return value
+        known = {*fields, *(field.validation_alias for field in fields.values())}
+        unknown = next(key for key in value if key not in known)
+        return {key: item for key, item in value.items() if key in known or key is unknown}
 
-DottedName = Annotated[str, Field(pattern=r"^[^.]+(\.[^.]+)*$")]
-"""A module name: parts joined by dots, none of them empty."""
 
-SimpleName = Annotated[str, Field(pattern=r"^[^.]+$")]
+def _in_pieces(value: Any, validate: Any) -> Any:
+    """Validate a large object or array piece by piece, so that only one piece has findings."""
+    if type(value) is dict and len(value) > _PIECE:
+        entries = iter(value.items())
+        merged: dict[Any, Any] = {}
+        while piece := dict(itertools.islice(entries, _PIECE)):
+            merged.update(validate(piece))
+        return merged
+    if type(value) is list and len(value) > _PIECE:
+        items: list[Any] = []
+        for start in range(0, len(value), _PIECE):
+            try:
+                items.extend(validate(value[start : start + _PIECE]))
+            except ValidationError:
+                # Once more with what precedes it, all of which is right, so that the finding has the right number.
+                items.extend(validate(value[: start + _PIECE]))
+        return tuple(items)
+    return validate(value)
+
+
+Large = WrapValidator(_in_pieces)
+"""Annotation of mapping and tuple fields that may have very many entries: hostile ones must not all be reported."""
+
+_PART: Final = r"[^.\x00-\x1f]+"
+
+DOTTED_NAME: Final = rf"^{_PART}(\.{_PART})*$"
+"""Regular expression of a module name: parts joined by dots, none of them empty, no control characters."""
+
+DottedName = Annotated[str, Field(pattern=DOTTED_NAME)]
+"""A module name, as ``DOTTED_NAME`` says."""
+
+SimpleName = Annotated[str, Field(pattern=rf"^{_PART}$")]
 """A name of one part, without a dot."""
+
+
+def _refuse_half_surrogates(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PydanticCustomError("surrogate", "must not hold half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_refuse_half_surrogates)]
+"""Any string that UTF-8 can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Validation context of the parsers: the value comes from JSON, where a field that says nothing is left out.
+
+    ``path`` is the file it came from, for messages.
+    """
+
+    path: str | Path | None
+
+
+def document_path(info: core_schema.ValidationInfo[Any]) -> str | Path | None:
+    """Return the file that is being validated, None where the value comes from no document."""
+    return info.context.path if isinstance(info.context, Document) else None
+
+
+class NotNull:
+    """Annotation of a field whose default is None: a document may leave it out, but not hold null there."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Refuse null before anything else; None may be given to the constructor."""
+        return core_schema.with_info_before_validator_function(_refuse_null, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Leave null out of the types."""
+        described = handler(schema)
+        (stated,) = (option for option in described["anyOf"] if option != {"type": "null"})
+        return dict(stated)
+
+
+def _refuse_null(value: object, info: core_schema.ValidationInfo[Any]) -> object:
+    if value is None and isinstance(info.context, Document):
+        raise PydanticCustomError("null", "must be left out where there is nothing to say")
+    return value
+
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 """A matrix side or a count: 1 to 2**31."""

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from espalier_format.errors import FeatureError, FormatVersionError, SchemaError, SourceError
-from espalier_format.schema.base import DottedName, FrozenModel, JsonArray, Sha256Hex, Size, describe, schema_error
+from espalier_format.schema.base import (
+    Document,
+    DottedName,
+    FrozenModel,
+    JsonArray,
+    Large,
+    NotNull,
+    Sha256Hex,
+    Size,
+    Text,
+    describe,
+    document_path,
+    schema_error,
+)
 from espalier_format.schema.expert_bank import ExpertBank, Rotation, SizeSource
 from espalier_format.schema.semantics import check_codebooks, check_semantics
 
@@ -23,8 +36,8 @@ ROOT: Final = "quantization_config"
 class Producer(FrozenModel):
     """The program that wrote a checkpoint."""
 
-    name: str
-    version: str
+    name: Text
+    version: Text
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object."""
@@ -35,7 +48,7 @@ class CodebookConstants(FrozenModel):
     """The constants a codebook was used with, so that a reader with others refuses (``spec/config.md`` §3)."""
 
     multiplier: Annotated[str, Field(pattern=r"^0x[0-9A-F]{8}$")]
-    addend: Annotated[str, Field(pattern=r"^0x[0-9A-F]{8}$")] | None = None
+    addend: Annotated[Annotated[str, Field(pattern=r"^0x[0-9A-F]{8}$")] | None, NotNull()] = None
     sha256: Sha256Hex
 
     def to_json(self) -> dict[str, object]:
@@ -47,7 +60,7 @@ class CodebookConstants(FrozenModel):
 class ModuleSpec(FrozenModel):
     """One quantized linear module that is no expert of a bank. Sizes are those without padding."""
 
-    codebook: str
+    codebook: Text
     in_features: Size
     out_features: Size
     rotation: Rotation
@@ -71,16 +84,17 @@ class Source(FrozenModel):
     the source's legacy sign tensors; ``unpadded_bias`` the modules whose bias had the true size in the
     source although the weight is padded. ``replaced_config`` maps a dotted path in config.json to the
     value that stood there. ``carried_files`` maps a file name of the source to its name in this
-    checkpoint. ``index`` says whether the source had an index file. ``tensor_list_sha256`` tells whether
+    checkpoint. ``seed`` is that of an encoder, where modules were encoded and not converted. ``index`` says whether
+    the source had an index file. ``tensor_list_sha256`` tells whether
     the way back gives the same tensors again: the SHA-256 of the source's list of tensors.
     """
 
     format: Annotated[str, Field(min_length=1)]
     quantization_config: Mapping[str, object] | None = None
-    packed_signs: Annotated[tuple[str, ...], JsonArray] = ()
-    unpadded_bias: Annotated[tuple[str, ...], JsonArray] = ()
+    packed_signs: Annotated[tuple[Text, ...], JsonArray, Large] = ()
+    unpadded_bias: Annotated[tuple[Text, ...], JsonArray, Large] = ()
     replaced_config: Mapping[str, object] = Field(default_factory=dict)
-    carried_files: Mapping[str, str] = Field(default_factory=dict)
+    carried_files: Annotated[Mapping[Text, Text], Large] = Field(default_factory=dict)
     index: bool | None = None
     tensor_list_sha256: Sha256Hex | None = None
     seed: int | None = None
@@ -110,17 +124,34 @@ class Source(FrozenModel):
 class QuantizationConfig(FrozenModel):
     """The whole block. Every field is required except ``source``; unknown keys are refused."""
 
+    # The docstring is the description in the JSON Schema. However an object is made, the rules of
+    # parse_quantization_config hold, with the same errors, but a field of the wrong form is a pydantic.ValidationError.
     quant_method: Literal["espalier"]
     format_version: Literal[1]
-    required_features: Annotated[tuple[str, ...], JsonArray]
+    required_features: Annotated[tuple[Text, ...], JsonArray]
     producer: Producer
     bits: Annotated[float, Field(ge=0)]
     head_bits: Annotated[float, Field(ge=0)] | None
-    codebooks: Mapping[str, CodebookConstants]
-    modules: Mapping[DottedName, ModuleSpec]
-    expert_banks: Mapping[DottedName, ExpertBank]
-    ignore: Annotated[tuple[DottedName, ...], JsonArray]
-    source: Source | None = None
+    codebooks: Annotated[Mapping[Text, CodebookConstants], Large]
+    modules: Annotated[Mapping[DottedName, ModuleSpec], Large]
+    expert_banks: Annotated[Mapping[DottedName, ExpertBank], Large]
+    ignore: Annotated[tuple[DottedName, ...], JsonArray, Large]
+    source: Annotated[Source | None, NotNull()] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_announcements(cls, block: Any, info: ValidationInfo) -> Any:
+        """Refuse what is not for this reader before a field is looked at."""
+        if isinstance(block, Mapping):
+            check_announcements(block, document_path(info))
+        return block
+
+    @model_validator(mode="after")
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        """Check what no field can check alone."""
+        check_codebooks(self, document_path(info))
+        check_semantics(self, document_path(info))
+        return self
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object, keys in the order of the specification; ``parse_quantization_config`` reads it."""
@@ -158,6 +189,18 @@ def parse_quantization_config(block: object, path: str | Path | None = None) -> 
     """
     if not isinstance(block, Mapping):
         raise SchemaError(f"{ROOT} must be a JSON object, but is {describe(block)}", path=path)
+    try:
+        return QuantizationConfig.model_validate(dict(block), context=Document(path))
+    except ValidationError as error:
+        raise schema_error(error, ROOT, path) from None
+
+
+def check_announcements(block: Mapping[str, object], path: str | Path | None = None) -> None:
+    """Refuse a block of another method, version or with required features, whatever else it holds.
+
+    Raises:
+        SourceError, FormatVersionError, FeatureError: as ``parse_quantization_config``.
+    """
     method = block.get("quant_method")
     if method != QUANT_METHOD:
         raise SourceError(f'{ROOT}.quant_method is {describe(method)}, not "{QUANT_METHOD}"', path=path)
@@ -168,13 +211,6 @@ def parse_quantization_config(block: object, path: str | Path | None = None) -> 
         raise FeatureError(
             f"{ROOT}.required_features: this reader knows no feature, but {named} is required", path=path
         )
-    try:
-        config = QuantizationConfig.model_validate(dict(block))
-    except ValidationError as error:
-        raise schema_error(error, ROOT, path) from None
-    check_codebooks(config, path)
-    check_semantics(config, path)
-    return config
 
 
 def check_format_version(block: Mapping[str, object], path: str | Path | None = None) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from espalier_format.schema.base import FrozenModel, JsonArray, SimpleName, Size
+from espalier_format.limits import MAX_CONFIG_STRING_BYTES
+from espalier_format.schema.base import FrozenModel, JsonArray, Large, SimpleName, Size, Text
 
 ASSIGNMENT_ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Character *i* of the alphabet stands for entry *i* of a projection's ``codebooks``."""
@@ -52,7 +53,7 @@ class Projection(FrozenModel):
     rotation: Rotation
     size_source: SizeSource
     codebooks: Annotated[
-        tuple[str, ...],
+        tuple[Text, ...],
         JsonArray,
         Field(min_length=1, max_length=len(ASSIGNMENT_ALPHABET), json_schema_extra={"uniqueItems": True}),
     ]
@@ -66,6 +67,11 @@ class Projection(FrozenModel):
         names: dict[str, str | None] = dict(zip(ASSIGNMENT_ALPHABET, self.codebooks, strict=False))
         names[PLAIN_EXPERT] = None
         return [names[character] for character in self.assignment]
+
+    def experts_per_codebook(self) -> dict[str, int]:
+        """Return codebook name → number of experts; those stored plain are not counted."""
+        characters = zip(ASSIGNMENT_ALPHABET, self.codebooks, strict=False)
+        return {codebook: self.assignment.count(character) for character, codebook in characters}
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object, keys in the order of the specification."""
@@ -82,8 +88,9 @@ class Projection(FrozenModel):
 class ExpertBank(FrozenModel):
     """All experts of one layer; tensors are ``<bank>.<expert>.<projection>.esp_*``, experts 0 to num_experts - 1."""
 
-    num_experts: Size
-    projections: Annotated[Mapping[SimpleName, Projection], Field(min_length=1)]
+    # An assignment has one character per expert, and no string is longer.
+    num_experts: Annotated[int, Field(ge=1, le=MAX_CONFIG_STRING_BYTES)]
+    projections: Annotated[Mapping[SimpleName, Projection], Field(min_length=1), Large]
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object, keys in the order of the specification."""

@@ -13,10 +13,9 @@ from typing import Any, Final
 from espalier_format.codec.codebook import CODEBOOKS
 from espalier_format.schema.config import QuantizationConfig
 from espalier_format.schema.manifest import Manifest
+from espalier_format.spec import CONFIG_SCHEMA, MANIFEST_SCHEMA
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
-CONFIG_SCHEMA_NAME: Final = "espalier-v1.config.schema.json"
-MANIFEST_SCHEMA_NAME: Final = "espalier-v1.manifest.schema.json"
 
 
 def config_schema() -> dict[str, Any]:
@@ -27,7 +26,7 @@ def config_schema() -> dict[str, Any]:
     """
     schema = _finished(
         QuantizationConfig.model_json_schema(by_alias=True),
-        CONFIG_SCHEMA_NAME,
+        CONFIG_SCHEMA,
         "Espalier quantization_config, version 1",
     )
     names = list(CODEBOOKS)
@@ -40,14 +39,17 @@ def config_schema() -> dict[str, Any]:
 
 def manifest_schema() -> dict[str, Any]:
     """Return the JSON Schema of ``espalier_manifest.json``."""
-    return _finished(Manifest.model_json_schema(by_alias=True), MANIFEST_SCHEMA_NAME, "Espalier manifest, version 1")
+    return _finished(Manifest.model_json_schema(by_alias=True), MANIFEST_SCHEMA, "Espalier manifest, version 1")
 
 
 def schema_documents() -> dict[str, str]:
-    """Return file name → text of both schemas, as they stand in ``spec/``."""
+    """Return file name → text of both schemas, as they stand in ``spec/``.
+
+    The text depends on the release of pydantic: what is shipped was made with the one in constraints.txt.
+    """
     return {
         name: json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
-        for name, schema in ((CONFIG_SCHEMA_NAME, config_schema()), (MANIFEST_SCHEMA_NAME, manifest_schema()))
+        for name, schema in ((CONFIG_SCHEMA, config_schema()), (MANIFEST_SCHEMA, manifest_schema()))
     }
 
 
@@ -71,6 +73,8 @@ def _closed(node: Any) -> Any:
         return node
     # A property that is called "title" has an object there, a title has a string.
     closed = {key: _closed(value) for key, value in node.items() if not (key == "title" and isinstance(value, str))}
+    if "default" in closed and closed["default"] is None and {"type": "null"} not in closed.get("anyOf", ()):
+        del closed["default"]  # of a field that may be left out, but not be null
     return {**closed, "additionalProperties": False} if "patternProperties" in closed else closed
 
 

@@ -80,9 +80,13 @@ def check_semantics(config: QuantizationConfig, path: str | Path | None = None) 
         if position and name <= config.ignore[position - 1]:
             raise refuse(("ignore", position), "names must be sorted and unique")
     if config.source is not None:
+        stored: set[str] = set()
         for original, carried in config.source.carried_files.items():
             check_name(original, path=path)
             check_name(carried, path=path)
+            if carried in stored:
+                raise refuse(("source", "carried_files", original), "another file has been given the same name")
+            stored.add(carried)
 
 
 def _known(name: str, where: str, path: str | Path | None) -> Codebook:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import re
 from typing import Any
 
@@ -11,6 +13,7 @@ from builders import Bank, Module, espalier_draft
 from pydantic import ValidationError
 from schema_cases import BANK, REMOVE, SCHEMA_FAULTS, SEMANTIC_FAULTS, changed
 
+import espalier_format
 from espalier_format.errors import (
     CodebookError,
     EspalierError,
@@ -20,7 +23,7 @@ from espalier_format.errors import (
     SchemaError,
     SourceError,
 )
-from espalier_format.schema import QuantizationConfig, Rotation, parse_quantization_config
+from espalier_format.schema import CodebookConstants, QuantizationConfig, Rotation, parse_quantization_config
 
 
 @pytest.fixture
@@ -224,6 +227,99 @@ def test_expert_codebooks(block: dict[str, Any]) -> None:
     assert config.expert_banks[BANK].projections["gate_proj"].expert_codebooks() == ["e2m1@1", "e2m1@2", None, "int5@3"]
 
 
-def test_the_model_alone_is_strict(block: dict[str, Any]) -> None:
-    """Building the object directly checks forms, not the rules between fields."""
+def test_the_model_alone_checks_forms(block: dict[str, Any]) -> None:
     assert QuantizationConfig.model_validate(block) == parse_quantization_config(block)
+    with pytest.raises(ValidationError):
+        QuantizationConfig.model_validate({**block, "bits": "2"})
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"quant_method": "exl3"}, SourceError),
+        ({"format_version": 2}, FormatVersionError),
+        ({"required_features": ["x"]}, FeatureError),
+        ({"codebooks": {}}, CodebookError),
+        ({"ignore": ["b", "a"]}, SchemaError),
+        ({"source": {"format": "exl3", "carried_files": {"a": "../b"}}}, PathError),
+    ],
+)
+def test_no_way_to_make_one_skips_a_rule(
+    block: dict[str, Any], change: dict[str, Any], error: type[EspalierError]
+) -> None:
+    wrong = {**block, **change}
+    for make in (
+        QuantizationConfig.model_validate,
+        lambda block: QuantizationConfig(**block),
+        lambda block: QuantizationConfig.model_validate_json(json.dumps(block)),
+    ):
+        with pytest.raises(error) as caught:
+            make(wrong)
+        with pytest.raises(error) as parsed:
+            espalier_format.parse_quantization_config(wrong, "config.json")
+        assert str(parsed.value) == f"config.json: {caught.value}"
+
+
+def test_constants_of_another_codebook_are_refused_by_the_model(block: dict[str, Any]) -> None:
+    name = next(iter(block["codebooks"]))
+    block["codebooks"][name] = {**block["codebooks"][name], "multiplier": "0x00000001"}
+    with pytest.raises(CodebookError, match="multiplier"):
+        QuantizationConfig.model_validate(block)
+
+
+@pytest.mark.parametrize(
+    "path", [("producer", "name"), ("codebooks", "e2m1@2", "\ud800"), ("source", "carried_files", "\ud800")]
+)
+def test_half_surrogates_are_refused(block: dict[str, Any], path: tuple[str, ...]) -> None:
+    """In keys and values; what the specification does not define may hold them, and NaN."""
+    block["source"] = {
+        "format": "exl3",
+        "quantization_config": {"\ud800": math.nan},
+        "replaced_config": {"x": "\udfff"},
+    }
+    block["source"]["carried_files"] = {}
+    assert parse_quantization_config(block).to_json()["source"]["quantization_config"].keys() == {"\ud800"}  # type: ignore[index]
+    changed(block, path, "\ud800")
+    with pytest.raises(SchemaError):
+        parse_quantization_config(block)
+
+
+def test_none_may_be_given_to_the_constructors() -> None:
+    """What must not be null in a document is still a way to say nothing in Python."""
+    constants = CodebookConstants(multiplier="0x8A5B438F", addend=None, sha256="0" * 64)
+    assert "addend" not in constants.to_json()
+
+
+def test_experts_per_codebook(block: dict[str, Any]) -> None:
+    projection = parse_quantization_config(block).expert_banks[BANK].projections["gate_proj"]
+    assert projection.assignment == "01-2"
+    assert projection.experts_per_codebook() == {"e2m1@1": 1, "e2m1@2": 1, "int5@3": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "where"),
+    [
+        (("modules",), {f"m{number}": {} for number in range(20_000)}, "modules.m0"),
+        (("codebooks",), {f"c{number}": {} for number in range(20_000)}, "codebooks.c0"),
+        (("expert_banks",), {f"e{number}.experts": {} for number in range(20_000)}, "expert_banks"),
+        (("expert_banks", BANK, "projections"), {f"p{number}": {} for number in range(20_000)}, "projections.p0"),
+        (("ignore",), ["a"] * 1000 + [""] * 20_000, r"ignore\[1000\]"),
+        (("source",), {"format": "exl3", "packed_signs": [1] * 20_000}, r"packed_signs\[0\]"),
+        (("source",), {"format": "exl3", "carried_files": dict.fromkeys(map(str, range(20_000)), 1)}, "carried_files"),
+        (("producer",), {f"x{number}": 1 for number in range(20_000)}, "producer"),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_findings_are_bounded(block: dict[str, Any], path: tuple[str, ...], value: object, where: str) -> None:
+    """A finding costs a thousand times what its three bytes of JSON do: they are not all collected."""
+    changed(block, path, value)
+    with pytest.raises(SchemaError, match=where) as caught:
+        parse_quantization_config(block)
+    more = re.search(r"\((\d+) more finding", str(caught.value))
+    assert more is None or int(more[1]) < 3000
+
+
+def test_two_files_carried_under_one_name_are_refused(block: dict[str, Any]) -> None:
+    block["source"] = {"format": "exl3", "carried_files": {"a": "c", "b": "c"}}
+    with pytest.raises(SchemaError, match=r"carried_files\.b"):
+        parse_quantization_config(block)

@@ -6,23 +6,31 @@ Not checked: that a document which the schema takes is valid; rules between fiel
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 from builders import espalier_draft
 from jsonschema import Draft202012Validator
 from schema_cases import REMOVE, SCHEMA_FAULTS, changed
 
 import espalier_format.spec
-from espalier_format.schema.json_schema import CONFIG_SCHEMA_NAME, MANIFEST_SCHEMA_NAME, main, schema_documents
+from espalier_format.schema.json_schema import main, schema_documents
+from espalier_format.spec import CONFIG_SCHEMA, MANIFEST_SCHEMA
 
 SPEC = Path(espalier_format.spec.__file__).parent
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 
 
-@pytest.mark.parametrize("name", [CONFIG_SCHEMA_NAME, MANIFEST_SCHEMA_NAME])
+@pytest.mark.parametrize("name", [CONFIG_SCHEMA, MANIFEST_SCHEMA])
 def test_the_committed_schema_is_current(name: str) -> None:
     """After a change to the models: python -m espalier_format.schema.json_schema."""
+    pinned = re.search(r"^pydantic==(.+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    if pinned[1] != pydantic.VERSION:
+        pytest.skip(f"the text depends on the release of pydantic; the shipped one is made with {pinned[1]}")
     assert (SPEC / name).read_text(encoding="utf-8") == schema_documents()[name]
 
 
@@ -33,7 +41,7 @@ def test_main_writes_both(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def validator() -> Draft202012Validator:
-    schema = json.loads((SPEC / CONFIG_SCHEMA_NAME).read_text(encoding="utf-8"))
+    schema = json.loads((SPEC / CONFIG_SCHEMA).read_text(encoding="utf-8"))
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 
@@ -44,7 +52,7 @@ def test_a_valid_block_fits(validator: Draft202012Validator) -> None:
 
 
 def test_the_manifest_schema_is_well_formed() -> None:
-    schema = json.loads((SPEC / MANIFEST_SCHEMA_NAME).read_text(encoding="utf-8"))
+    schema = json.loads((SPEC / MANIFEST_SCHEMA).read_text(encoding="utf-8"))
     Draft202012Validator.check_schema(schema)
     document = {
         "manifest_version": 1,

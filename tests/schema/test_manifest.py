@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+import espalier_format
 from espalier_format.errors import EspalierError, FormatVersionError, PathError, SchemaError
-from espalier_format.schema import parse_manifest
+from espalier_format.schema import Manifest, parse_manifest
 
 ENTRY = {"size": 3, "sha256": "a" * 64, "git_blob_sha1": "b" * 40}
 LARGE = {"size": 10 * 1024 * 1024 + 1, "sha256": "c" * 64}
@@ -88,3 +89,27 @@ def test_files_in_sub_folders_may_have_reserved_names() -> None:
 @pytest.mark.parametrize("size", [0, 10 * 1024 * 1024])
 def test_small_files_have_a_git_blob_hash(size: int) -> None:
     assert parse_manifest({**DOCUMENT, "files": {"a": {**ENTRY, "size": size}}}).files["a"].size == size
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"manifest_version": 2}, FormatVersionError),
+        ({"files": {"../a": ENTRY}}, PathError),
+        ({"files": {"README.md": ENTRY}}, SchemaError),
+    ],
+)
+def test_no_way_to_make_one_skips_a_rule(change: dict[str, Any], error: type[EspalierError]) -> None:
+    wrong = {**DOCUMENT, **change}
+    for make in (Manifest.model_validate, lambda document: Manifest(**document), espalier_format.parse_manifest):
+        with pytest.raises(error):
+            make(wrong)
+
+
+@pytest.mark.parametrize("key", ["files", "decode_digests"])
+def test_findings_are_bounded(key: str) -> None:
+    document = {"manifest_version": 1, "producer": {"name": "a", "version": "1"}, "files": {}}
+    document[key] = {f"f{number}": {} for number in range(20_000)}
+    with pytest.raises(SchemaError, match=rf"{key}\.f0.* \(\d{{1,4}} more") as caught:
+        parse_manifest(document)
+    assert len(str(caught.value)) < 300

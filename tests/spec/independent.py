@@ -7,6 +7,7 @@ numpy, no tables but spec/grids.json. It is slow on purpose and short enough to 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from fractions import Fraction
 from functools import lru_cache
@@ -251,6 +252,44 @@ def expand_signs(words: list[int]) -> list[int]:
 
 
 # --- spec/config.md --------------------------------------------------------------------------------
+
+
+def component(name: str, rules: list[tuple[str, str]]) -> str:
+    """The component of a name by the lines of §8, each (component, P): P is compared with runs of whole parts."""
+    parts = name.split(".")
+    for found, pattern in rules:
+        for start in range(len(parts)):
+            # "^" stands for the start of the name, so only the first part may be compared with what follows it.
+            here = re.sub(r"\^", "", pattern) if start == 0 else re.sub(r"\|\^\w+", "", pattern)
+            if any(re.fullmatch(here, ".".join(parts[start:end])) for end in range(start + 1, len(parts) + 1)):
+                return found
+    raise AssertionError(name)
+
+
+def averages(
+    modules: dict[str, Any], banks: dict[str, Any], rules: list[tuple[str, str]]
+) -> tuple[float, float | None]:
+    """``bits`` and ``head_bits`` of a config with these modules and banks: every expert counted by itself."""
+    sums: dict[str, list[tuple[int, int, int]]] = {"decoder": [], "head": []}
+
+    def count(name: str, codebook: str, entry: dict[str, Any]) -> None:
+        part = component(name, rules)
+        if part in ("mtp", "vision"):
+            return
+        sizes, blocks = (entry["in_features"], entry["out_features"]), entry["rotation"]
+        stored = padded(sizes[0], blocks["in"]) * padded(sizes[1], blocks["out"])
+        half_steps = WIDTHS[codebook.split("@")[1]]
+        sums["head" if part == "head" else "decoder"].append((half_steps, stored, sizes[0] * sizes[1]))
+
+    for name, entry in modules.items():
+        count(name, entry["codebook"], entry)
+    for bank, content in banks.items():
+        for projection, entry in content["projections"].items():
+            for expert, character in enumerate(entry["assignment"]):
+                if character != "-":
+                    count(f"{bank}.{expert}.{projection}", entry["codebooks"][int(character, 36)], entry)
+    head = float(round(average_bits(sums["head"]), 6)) if sums["head"] else None
+    return float(round(average_bits(sums["decoder"]), 6)) if sums["decoder"] else 0.0, head
 
 
 def average_bits(modules: list[tuple[int, int, int]]) -> Fraction:

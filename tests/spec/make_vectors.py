@@ -201,6 +201,21 @@ ROUNDING = (  # (name, value): ties, carries, subnormals, the largest finite val
     ("largest that rounds to a finite float16", Fraction(65520) - Fraction(1, 2**60)),
     ("first that overflows float16", Fraction(65520)),
     ("third", Fraction(1, 3)),
+    ("tie of float32, down", 1 + Fraction(1, 2**24)),
+    ("tie of float32, up", 1 + Fraction(3, 2**24)),
+    ("just above a tie of float32", 1 + Fraction(1, 2**24) + Fraction(1, 2**80)),
+    ("largest subnormal of float32", Fraction(2**23 - 1, 2**149)),
+    ("carry to the least normal float32", Fraction(2**24 - 1, 2**150)),
+    ("subnormal of float32, tie", Fraction(5, 2**150)),
+    ("half the least float32", Fraction(1, 2**150)),
+    ("least float32 by rounding up", Fraction(3, 2**151)),
+    ("subnormal of bfloat16, tie", Fraction(5, 2**134)),
+    ("half the least bfloat16", Fraction(1, 2**134)),
+    ("largest bfloat16", (2 - Fraction(1, 2**7)) * 2**127),
+    ("first that overflows bfloat16", (2 - Fraction(1, 2**8)) * 2**127),
+    ("largest float32", (2 - Fraction(1, 2**23)) * 2**127),
+    ("largest that rounds to a finite float32", (2 - Fraction(1, 2**24)) * 2**127 - Fraction(1, 2**60)),
+    ("first that overflows float32", (2 - Fraction(1, 2**24)) * 2**127),
 )
 
 
@@ -214,7 +229,7 @@ def rounding() -> dict[str, Any]:
                 digits = ind.FORMATS[dtype][2] // 4
                 entry[dtype] = f"{ind.round_fraction(fraction, dtype):0{digits}x}"
             entries.append(entry)
-    about = "Rational numbers and their nearest bit patterns; 7c00 and fc00 stand for overflow (spec/rotation.md)."
+    about = "Rational numbers and their nearest bit patterns; infinities stand for overflow (spec/rotation.md)."
     return {"about": about, "values": entries}
 
 
@@ -246,6 +261,88 @@ def signs() -> dict[str, Any]:
     return {"about": about, "words": hex4(words), "scales": hex4(ind.expand_signs(words))}
 
 
+def component_rules() -> list[tuple[str, str]]:
+    """The lines (component, P) of spec/config.md §8."""
+    lines = (SPEC / "config.md").read_text("utf-8").partition("```text\n")[2].partition("```")[0].splitlines()
+    return [(line[:18].strip(), line[18:]) for line in lines]
+
+
+COMPONENT_NAMES = (
+    "model.layers.0.self_attn.q_proj", "model.layers.0.attn.c_attn", "model.layers.0.attention.wq",
+    "model.layers.0.cross_attn.k_proj", "model.layers.0.self_attn.q_norm", "model.layers.0.self_attn_x.q_proj",
+    "model.layers.0.linear_attn.in_proj_qkv", "backbone.layers.0.mamba.in_proj", "model.layers.0.mixer.in_proj",
+    "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.gate", "model.layers.0.gate",
+    "model.layers.0.mlp.gate.proj", "model.layers.0.block_sparse_moe.gate", "model.layers.0.feed_forward.w1",
+    "model.layers.0.mlp.experts.17.down_proj", "model.layers.0.block_sparse_moe.experts.0.w1", "experts.0.w1",
+    "model.layers.0.mlp.shared_expert.up_proj", "model.layers.0.mlp.shared_experts.up_proj",
+    "model.layers.0.mlp.shared_expert_gate", "model.layers.0.mlp.experts.shared_mlp.up_proj", "model.layers.0.router",
+    "model.layers.0.input_layernorm", "model.norm", "model.norm2", "model.norm2b", "model.layers.0.Norm",
+    "lm_head", "model.language_model.lm_head", "lm_head.0", "lm_head_norm", "lm_heads", "head", "head.proj", "heads",
+    "model.head", "score", "model.embed_tokens", "model.embeddings.word_embeddings", "transformer.wte",
+    "ngram_embedding.shard_0", "model.embed_tokens_per_layer", "model.embedder",
+    "model.visual.blocks.0.attn.q_proj", "vision_tower.encoder.layers.0.mlp.fc1", "model.vision.head", "Vision.x",
+    "vision_Tower.x", "audio_tower.layers.0.self_attn.k_proj", "multi_modal_projector.linear_1", "model.embed_vision.x",
+    "mtp.layers.0.mlp.experts.3.up_proj", "mtp.fc", "model.mtp_block.self_attn.o_proj", "model.layers.61.eh_proj",
+    "model.layers.61.shared_head.head", "mtp.lm_head", "visual.mtp", "model.ατ.self_attn", "x",
+)  # fmt: skip
+
+
+def components() -> dict[str, Any]:
+    rules = component_rules()
+    about = "Names of modules, each with the component that it belongs to (spec/config.md)."
+    return {"about": about, "components": [[name, ind.component(name, rules)] for name in COMPONENT_NAMES]}
+
+
+def sized(name: str, sizes: tuple[int, int], blocks: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    rotation = {"in": blocks[0], "out": blocks[1]}
+    return {"codebook": name, "in_features": sizes[0], "out_features": sizes[1], "rotation": rotation}
+
+
+def bits() -> dict[str, Any]:
+    def case(name: str, modules: dict[str, Any], banks: dict[str, Any] | None = None) -> dict[str, Any]:
+        average, head = ind.averages(modules, banks or {}, component_rules())
+        entry = {"name": name, "bits": average, "head_bits": head, "modules": modules, "expert_banks": banks or {}}
+        for module in modules.values():
+            module["size_source"] = "exact"
+        return entry
+
+    def bank(sizes: tuple[int, int], codebooks: list[str], assignment: str) -> dict[str, Any]:
+        entry = {**sized("", sizes, (64, 32)), "size_source": "exact", "codebooks": codebooks, "assignment": assignment}
+        del entry["codebook"]
+        return entry
+
+    q, up = "layers.0.self_attn.q_proj", "layers.0.mlp.up_proj"
+    large = (16 * 999, 16 * 1001)
+    experts = {
+        "num_experts": 5,
+        "projections": {
+            "gate_proj": bank((100, 70), ["e2m1@1", "e2m1@1.5", "int5@3"], "01-21"),
+            "down_proj": bank((70, 100), ["exl3-mul1@2.5"], "0-000"),
+        },
+    }
+    entries = [
+        case("nothing", {}),
+        case("padding counts as bits, not as weights", {q: sized("e2m1@2", (100, 257), (0, 256))}),
+        case("two modules, weighed by size", {q: sized("int6@3.5", (96, 64)), up: sized("e2m1@1.5", (64, 16))}),
+        case("tie at the seventh decimal, down", {q: sized("e2m1@1", large), up: sized("e2m1@1.5", (16, 16))}),
+        case("tie at the seventh decimal, up", {q: sized("e2m1@1", large), up: sized("int5@2.5", (16, 16))}),
+        case("a head alone", {"lm_head": sized("exl3-mcg@6", (128, 200), (128, 128))}),
+        case(
+            "head, mtp and vision do not count for bits",
+            {
+                q: sized("int5@3", (64, 64), (64, 64)),
+                "lm_head": sized("int8@5", (64, 100), (64, 0)),
+                "mtp.fc": sized("int8@6", (64, 64)),
+                "visual.blocks.0.mlp.fc1": sized("int8@6", (64, 64)),
+            },
+        ),
+        case("a bank with plain experts", {q: sized("int6@4", (60, 60), (32, 32))}, {"layers.0.mlp.experts": experts}),
+        case("a bank of mtp", {q: sized("int6@4", (16, 16))}, {"mtp.layers.0.mlp.experts": experts}),
+    ]
+    about = "Modules and banks as in a config, and the averages that it must state (spec/config.md)."
+    return {"about": about, "configs": entries}
+
+
 FILES = {
     "packing.json": packing,
     "codebooks.json": codebooks,
@@ -254,6 +351,8 @@ FILES = {
     "rounding.json": rounding,
     "digest.json": digest,
     "signs.json": signs,
+    "components.json": components,
+    "bits.json": bits,
 }
 
 

@@ -12,7 +12,7 @@ import espalier_format
 from espalier_format import spec
 from espalier_format.errors import MissingFileError
 
-NORMATIVE = sorted(set(PAGES) - {"README.md", "CHANGELOG.md", "rationale.md"})
+NORMATIVE = sorted(set(PAGES) - {"README.md", "CHANGELOG.md", "encoding.md", "rationale.md"})
 OBLIGATIONS = r"\b(MUST(?: NOT)?|REQUIRED|SHALL(?: NOT)?|SHOULD(?: NOT)?|(?:NOT )?RECOMMENDED|MAY|OPTIONAL)\b"
 ROOT = Path(espalier_format.__file__).resolve().parents[1]
 VERSION = "1.0"

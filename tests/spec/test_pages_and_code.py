@@ -21,6 +21,7 @@ from pages import SPEC, code, flat, indented, number, sections, table, tables, t
 from espalier_format import errors, limits
 from espalier_format.checkpoint.components import NOT_DECODER, Component, component_of
 from espalier_format.codec.codebook import CODEBOOKS, get_codebook
+from espalier_format.container.hashing import GIT_BLOB_MAX_BYTES
 from espalier_format.container.header import DTYPE_BITS
 from espalier_format.container.json_document import parse_json
 from espalier_format.converters.exl3_listing import tensor_list_sha256
@@ -33,7 +34,7 @@ from espalier_format.schema.config import (
     parse_quantization_config,
 )
 from espalier_format.schema.expert_bank import ExpertBank, Projection
-from espalier_format.schema.manifest import MAX_GIT_BLOB_BYTES, UNLISTED_FILES, FileEntry, Manifest
+from espalier_format.schema.manifest import UNLISTED_FILES, FileEntry, Manifest
 
 
 def all_errors() -> dict[str, type[errors.EspalierError]]:
@@ -155,8 +156,8 @@ def test_defaults_of_the_source() -> None:
 def test_files_that_a_manifest_leaves_out() -> None:
     bullets = sections("manifest.md")["3"].partition("A name is relative")[0]
     assert set(re.findall(r"`([^`]+)`", bullets)) - {"files"} == UNLISTED_FILES
-    assert f"at most {MAX_GIT_BLOB_BYTES:,} bytes (10 MiB)" in flat(text("manifest.md"))
-    assert MAX_GIT_BLOB_BYTES == 10 * 2**20
+    assert f"at most {GIT_BLOB_MAX_BYTES:,} bytes (10 MiB)" in flat(text("manifest.md"))
+    assert GIT_BLOB_MAX_BYTES == 10 * 2**20
 
 
 def json_examples() -> list[Any]:

@@ -290,6 +290,36 @@ def test_keys_of_module_vectors_are_listed() -> None:
     assert f"whole modules for {'twelve' if len(modules) == 12 else len(modules)} pairs" in flat(text("rotation.md"))
 
 
+def test_patterns_of_overflow() -> None:
+    body = flat(sections("conformance.md")["5"])
+    for name in ("float16", "bfloat16", "float32"):
+        digits = ind.FORMATS[name][2] // 4
+        assert f"{name} `{ind.round_fraction(Fraction(2**200), name):0{digits}x}`" in body
+
+
+def test_range_of_weights() -> None:
+    """The bounds of conformance.md §5 hold for every codebook and all blocks."""
+    stated = re.search(r"between 2\^−(\d+) and 2\^(\d+) in", flat(sections("conformance.md")["5"]))
+    assert stated is not None
+    low, high = Fraction(1, 2 ** int(stated[1])), Fraction(2 ** int(stated[2]))
+    unit = min(codebook(name).unit for name in ind.codebook_names(GRIDS))
+    largest = max(abs(codebook(name).value(c)) for name in ind.codebook_names(GRIDS) for c in codebook(name).codes)
+    # Sums of signed units, divided by the root of 256·256; each scale at least 2^-24 and at most 65504.
+    assert low <= unit / 256 / 2**48
+    assert high > 256 * largest * 65504**2
+    for name in ("float32", "bfloat16"):
+        precision, least, _ = ind.FORMATS[name]
+        assert low > Fraction(2) ** least
+        assert high < 2 ** (1 - least)
+        assert precision > 1
+
+
+def test_fp64_of_the_vectors() -> None:
+    precision, least, _ = ind.FORMATS["float64"]
+    stated = f"fp64 ({precision} significand bits, least normal exponent {MINUS}{-least})"
+    assert stated in flat(sections("conformance.md")["4"])
+
+
 def test_example_of_packed_signs() -> None:
     body = sections("exl3.md")["3"]
     word = re.search(r"the word 0x([0-9A-F]{4}) expands to", flat(body))
@@ -302,3 +332,25 @@ def test_markers_as_signed_numbers() -> None:
     assert [name for name, _, _ in found] == ["mcg", "mul1"]
     for name, unsigned, magnitude in found:
         assert int(unsigned, 16) == ind.EXL3[f"exl3-{name}"][0] == 2**32 - int(magnitude)
+
+
+def test_keys_of_all_vectors_are_listed() -> None:
+    rows = {code(row[0]): row[2] for row in table("conformance.md", "2")}
+    for name, row in rows.items():
+        document = json.loads((SPEC / "vectors" / name).read_text("ascii"))
+        for key in document.keys() - {"about"}:
+            assert f"`{key}`" in row, (name, key)
+    for name, key in (("packing.json", "widths"), ("tiles.json", "tiles"), ("bits.json", "configs")):
+        content = json.loads((SPEC / "vectors" / name).read_text("ascii"))[key]
+        entries = content.values() if isinstance(content, dict) else content
+        assert all(f"`{inner}`" in rows[name] for entry in entries for inner in entry), name
+
+
+def test_halfwords_of_small_modules() -> None:
+    assert "only where they are at most 512" in flat(text("conformance.md"))
+    for module in json.loads((SPEC / "vectors/rotation.json").read_text("ascii"))["modules"]:
+        stored = module["trellis_shape"][0] * module["trellis_shape"][1] * module["trellis_shape"][2]
+        assert ("trellis" in module) == (stored <= 512)
+        assert hex4(noise(module["trellis_label"], stored)) == module.get(
+            "trellis", hex4(noise(module["trellis_label"], stored))
+        )

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from builders import INDEX, Bank, Draft, Exl3Module, Module, Tensor, espalier_draft, exl3_draft
+from builders import INDEX, Bank, Draft, Exl3Module, Module, Tensor, codebook_constants, espalier_draft, exl3_draft
 
 FOLDER = Path(__file__).resolve().parent / "bad"
 SHARD = "model-00002-of-00002.safetensors"
@@ -133,6 +133,10 @@ for args in (
     ("codebook", "codebook-multiplier", ("codebooks", "int6@4", "multiplier"), "0x3015A78D", "another multiplier"),
     ("codebook", "codebook-sha256", ("codebooks", "int6@4", "sha256"), "0" * 64, "another table"),
     ("codebook", "codebook-addend", ("codebooks", "int6@4", "addend"), "0x00000001", "only exl3-3inst has an addend"),
+    ("schema", "addend-null", ("codebooks", "int6@4", "addend"), None, "null where a field is to be left out"),
+    ("schema", "source-null", ("source",), None, "null where a field is to be left out"),
+    ("schema", "name-surrogate", ("producer", "name"), "\ud800", "half of a surrogate pair in a field"),
+    ("schema", "experts-too-many", ("expert_banks", BANK, "num_experts"), 2**20 + 1, "more than an assignment holds"),
     ("schema", "unknown-key", ("group_size",), 128, "an unknown key"),
     ("schema", "missing-key", ("ignore",), REMOVE, "a required key is missing"),
     ("schema", "bits-nan", ("bits",), float("nan"), "bits is NaN"),
@@ -152,6 +156,27 @@ for args in (
     ("schema", "ignore-order", ("ignore",), ["b", "a"], "ignore is not sorted"),
     ("schema", "ignore-quantized", ("ignore",), ["lm_head"], "ignore names a quantized module"),
     ("schema", "padded-size", ("modules", UP, "size_source"), "padded", "a padded size that is no multiple of 16"),
+    (
+        "path-escape",
+        "carried-file-long",
+        ("source",),
+        {"format": "exl3", "carried_files": {"a": "b" * 256}},
+        "a name of 256 bytes",
+    ),
+    (
+        "path-escape",
+        "carried-file-deep",
+        ("source",),
+        {"format": "exl3", "carried_files": {"a/" * 32 + "b": "c"}},
+        "a name of 33 parts",
+    ),
+    (
+        "schema",
+        "carried-file-twice",
+        ("source",),
+        {"format": "exl3", "carried_files": {"a": "c", "b": "c"}},
+        "two files were given one name",
+    ),
     ("path-escape", "carried-file", ("source",), {"format": "exl3", "carried_files": {"a": "../a"}}, "leads out"),
 ):
     config_case(*args)
@@ -161,6 +186,29 @@ for args in (
 def _(folder: Path) -> None:
     draft = espalier()
     draft.block["modules"][f"{BANK}.0.w1"] = draft.block["modules"][UP]
+    draft.write(folder)
+
+
+@case("schema", "module-in-bank-zeros", "any run of digits counts as the number of an expert")
+def _(folder: Path) -> None:
+    draft = espalier()
+    draft.block["modules"][f"{BANK}.007.w1"] = draft.block["modules"][UP]
+    draft.write(folder)
+
+
+@case("schema", "module-control", "a line feed in a module name")
+def _(folder: Path) -> None:
+    draft = espalier()
+    draft.block["modules"]["x\n"] = draft.block["modules"][UP]
+    draft.write(folder)
+
+
+@case("codebook", "codebook-addend-missing", "exl3-3inst is stated without its addend")
+def _(folder: Path) -> None:
+    draft = espalier()
+    draft.block["modules"][UP]["codebook"] = "exl3-3inst@1"
+    draft.block["codebooks"]["exl3-3inst@1"] = codebook_constants("exl3-3inst@1")
+    del draft.block["codebooks"]["exl3-3inst@1"]["addend"]
     draft.write(folder)
 
 
@@ -228,6 +276,25 @@ def _(folder: Path) -> None:
     draft.write(folder)
 
 
+for name, block, why in (
+    ("config-block-null", None, "shards of an Espalier checkpoint, but quantization_config is null"),
+    ("config-other-method", {"quant_method": "exl3"}, "shards of an Espalier checkpoint, but the config says EXL3"),
+):
+
+    @case("format-version", name, why)
+    def _(folder: Path, block: object = block) -> None:
+        draft = espalier()
+        draft.config = {"quantization_config": block}
+        draft.write(folder)
+
+
+@case("unsupported-source", "no-shard", "an Espalier checkpoint without a shard")
+def _(folder: Path) -> None:
+    draft = espalier_draft((), (), {})
+    draft.shards = {}
+    draft.write(folder)
+
+
 @case("unsupported-source", "no-safetensors", "a folder without safetensors files")
 def _(folder: Path) -> None:
     folder.mkdir(parents=True)
@@ -260,6 +327,13 @@ for args in (
 def _(folder: Path) -> None:
     draft = espalier()
     draft["x.trellis"], draft["x.suh"] = zeros("I16", 1, 1, 16), zeros("F16", 16)
+    draft.write(folder)
+
+
+@case("unexpected-tensor", "exl3-module-beside", "a module of the config is there in the form of EXL3 too")
+def _(folder: Path) -> None:
+    draft = espalier()
+    draft[f"{UP}.trellis"], draft[f"{UP}.suh"] = zeros("I16", 1, 1, 16), zeros("F16", 16)
     draft.write(folder)
 
 
@@ -316,6 +390,23 @@ index_case(
     "index-mismatch", "index-total-size", "states another total size", lambda i: i["metadata"].update(total_size=1)
 )
 index_case("schema", "index-without-map", "has no weight_map", lambda i: i.pop("weight_map"))
+index_case("schema", "index-metadata", "metadata is an array", lambda i: i.update(metadata=[]))
+index_case(
+    "schema",
+    "index-size-float",
+    "the total size is no integer",
+    lambda i: i["metadata"].update(total_size=float(i["metadata"]["total_size"])),
+)
+index_case("schema", "index-surrogate", "names half of a pair", lambda i: i["weight_map"].update({"\ud800": SHARD}))
+index_case(
+    "path-escape", "index-dot", "a part that is a dot", lambda i: i["weight_map"].update({"norm.weight": f"./{SHARD}"})
+)
+index_case(
+    "path-escape",
+    "index-below",
+    "a shard that is not at the top level",
+    lambda i: i["weight_map"].update({"norm.weight": f"below/{SHARD}"}),
+)
 index_case(
     "path-escape",
     "index-escape",
@@ -345,10 +436,23 @@ def _(folder: Path) -> None:
     draft.write(folder)
 
 
+@case("index-mismatch", "shard-empty", "a shard without tensors, which no index can name")
+def _(folder: Path) -> None:
+    draft = espalier()
+    draft.index = draft.right_index()
+    draft.shards["stray.safetensors"] = {}
+    draft.write(folder)
+
+
 # Files that are not safetensors: one tensor "a" of 16 bytes, spoiled
+def around_a_shard() -> Draft:
+    """An Espalier checkpoint without quantized modules, whose one shard is replaced."""
+    return espalier_draft((), (), {"a": zeros("F32", 4)})
+
+
 def file_case(code: str, name: str, why: str, header: object, data: int = 16, length: int | None = None) -> None:
     def make(folder: Path) -> None:
-        folder.mkdir(parents=True)
+        around_a_shard().write(folder)
         text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
         content = struct.pack("<Q", len(text) if length is None else length) + text + bytes(data)
         (folder / "model.safetensors").write_bytes(content)
@@ -368,6 +472,12 @@ for args in (
     ("malformed", "data-hole", "bytes between two tensors", {"a": entry(0, 4), "b": entry(8, 16)}),
     ("overlapping-data", "data-overlap", "two tensors share bytes", {"a": entry(0, 12), "b": entry(8, 16)}),
     ("overlapping-data", "data-same", "two tensors are the same bytes", {"a": entry(0, 16), "b": entry(0, 16)}),
+    ("overlapping-data", "data-empty-inside", "an empty tensor within another", {"a": entry(0, 16), "b": entry(8, 8)}),
+    ("malformed", "header-surrogate", "half of a surrogate pair", {"\ud800": entry(0, 16)}),
+    ("malformed", "offsets-float", "an offset is no integer", {"a": {**entry(0, 16), "data_offsets": [0, 16.0]}}),
+    ("malformed", "offsets-minus-zero", "an offset is written -0", json.dumps(GOOD).replace("[0,", "[-0,").encode()),
+    ("malformed", "offsets-beyond", "offsets beyond 2^63 - 1", {"a": entry(2**63, 2**63 + 16)}),
+    ("shape", "shape-side", "a side beyond 2^63 - 1 of an empty tensor", {"a": entry(0, 0, shape=[0, 2**63])}, 0),
     ("limit", "header-huge", "a header that claims 2^60 bytes", GOOD, 16, 2**60),
     ("limit", "header-depth", "a header nested too deep", b'{"a":' + b"[" * 64 + b"]" * 64 + b"}"),
     ("malformed", "header-empty", "an empty header", b""),
@@ -396,7 +506,7 @@ for args in (
 
 @case("truncated", "length-truncated", "the file ends within the length of its header")
 def _(folder: Path) -> None:
-    folder.mkdir(parents=True)
+    around_a_shard().write(folder)
     (folder / "model.safetensors").write_bytes(bytes(7))
 
 
@@ -418,6 +528,8 @@ for args in (
     ("unexpected-tensor", "exl3-suh-and-su", f"{UP}.su", zeros("I16", 8), "both suh and su"),
     ("dtype", "exl3-suh-dtype", f"{UP}.suh", zeros("BF16", 128), "suh must be F16"),
     ("shape", "exl3-width", f"{UP}.trellis", zeros("I16", 8, 8, 20), "a trellis of 20 words, 1.25 bits"),
+    ("shape", "exl3-width-72", f"{UP}.trellis", zeros("I16", 8, 8, 72), "a trellis of 72 words, 4.5 bits"),
+    ("shape", "exl3-bias", f"{UP}.bias", zeros("F16", 100), "a bias of neither the padded nor the true size"),
     ("shape", "exl3-size", f"{UP}.trellis", zeros("I16", 4, 8, 16), "64 inputs, no multiple of 128"),
     ("shape", "exl3-rank", f"{UP}.trellis", zeros("I16", 8, 8, 4, 4), "a trellis of four dimensions"),
 ):
@@ -436,6 +548,42 @@ def _(folder: Path) -> None:
     draft.write(folder)
 
 
+@case("missing-file", "exl3-peer-missing", "the second of two numbered shards is not there")
+def _(folder: Path) -> None:
+    draft = exl3()
+    draft.shards = {"model-00001-of-00002.safetensors": draft.shards.popitem()[1]}
+    draft.write(folder)
+
+
+@case("missing-file", "exl3-shard-missing", "the index lists a trellis in a shard that is not there")
+def _(folder: Path) -> None:
+    draft = exl3()
+    draft.index = draft.right_index()
+    draft.index["weight_map"]["layers.1.up_proj.trellis"] = "second.safetensors"
+    draft.write(folder)
+
+
+@case("missing-file", "exl3-unfinished", "a writer was killed before config.json was there")
+def _(folder: Path) -> None:
+    draft = exl3()
+    draft.config = None
+    draft.files[".espalier-in-progress/lock"] = b""
+    draft.write(folder)
+
+
+@case("missing-file", "plain-peer-missing", "the first of two numbered shards is not there")
+def _(folder: Path) -> None:
+    tensors = {"a": zeros("F32", 4)}
+    Draft({"architectures": ["LlamaForCausalLM"]}, {SHARD: tensors}, index=None).write(folder)
+
+
+@case("malformed", "lfs-pointer", "a shard is a Git LFS pointer")
+def _(folder: Path) -> None:
+    around_a_shard().write(folder)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 16\n"
+    (folder / "model.safetensors").write_text(pointer, encoding="ascii")
+
+
 # What only verify finds
 @case("non-finite-scale", "scale-nan", "suh holds a NaN", "verify")
 def _(folder: Path) -> None:
@@ -452,6 +600,16 @@ def _(folder: Path) -> None:
     scales = draft[f"{UP}.svh"].array().copy()
     scales[127] = -np.inf
     draft[f"{UP}.svh"] = Tensor.of(scales, "F16")
+    draft.write(folder)
+
+
+@case("non-finite-scale", "exl3-padding-nan", "the padding of suh holds a NaN", "verify")
+def _(folder: Path) -> None:
+    draft = exl3_draft([Exl3Module(UP, 100, 128, 1)], {})
+    draft[f"{UP}.weight"] = Tensor("U8", (128, 100), bytes(12800))
+    scales = draft[f"{UP}.suh"].array().copy()
+    scales[120] = np.nan
+    draft[f"{UP}.suh"] = Tensor.of(scales, "F16")
     draft.write(folder)
 
 
@@ -503,6 +661,23 @@ manifest_case(
 manifest_case(
     "format-version", "manifest-version", "a manifest of a later version", lambda m: m.update(manifest_version=2)
 )
+manifest_case("schema", "manifest-null", "null where a field is to be left out", lambda m: m.update(command=None))
+manifest_case("schema", "manifest-surrogate", "half of a pair", lambda m: m["producer"].update(name="\ud800"))
+manifest_case(
+    "schema",
+    "manifest-hidden",
+    "lists a file below a hidden folder",
+    lambda m: m["files"].update({".cache/x": m["files"][INDEX]}),
+)
+manifest_case(
+    "schema", "manifest-blob-missing", "no git hash of a small file", lambda m: m["files"][INDEX].pop("git_blob_sha1")
+)
+manifest_case(
+    "schema",
+    "manifest-blob-large",
+    "a git hash of a file above 10 MiB",
+    lambda m: m["files"][INDEX].update(size=10 * 2**20 + 1),
+)
 manifest_case("schema", "manifest-key", "an unknown key in the manifest", lambda m: m.update(signature="x"))
 manifest_case(
     "schema",
@@ -513,6 +688,16 @@ manifest_case(
 manifest_case(
     "path-escape", "manifest-escape", "lists a file outside", lambda m: m["files"].update({"../x": m["files"][INDEX]})
 )
+
+
+for code, name, text, why in (
+    ("malformed", "manifest-truncated", '{"manifest_version": 1', "the manifest ends early"),
+    ("limit", "manifest-depth", "[" * 65 + "]" * 65, "the manifest is nested 65 deep"),
+):
+
+    @case(code, name, why, "verify")
+    def _(folder: Path, text: str = text) -> None:
+        (espalier().write(folder) / "espalier_manifest.json").write_text(text, encoding="utf-8")
 
 
 def readme() -> str:
