@@ -1,0 +1,103 @@
+"""The command ``quantize``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from espalier_format.cli.app import AsJson, Source, app
+
+
+class QuantizeTarget(StrEnum):
+    """What ``quantize`` writes."""
+
+    ESPALIER = "espalier"
+    EXL3 = "exl3"
+
+
+class Preset(StrEnum):
+    """The built-in recipes."""
+
+    ESPALIER = "espalier"
+
+
+@app.command(short_help="Quantize plain weights, or quantize again, at any average width.")
+def quantize(
+    source: Source,
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
+    *,
+    bits: Annotated[
+        float | None,
+        typer.Option("--bits", help="Average bits per decoder weight, with padding; met within 0.005."),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option("--recipe", metavar="FILE", help="TOML file: which modules, which codebooks."),
+    ] = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option("--preset", help="Built-in rules; espalier: experts 1 to 3 bits."),
+    ] = None,
+    to: Annotated[
+        QuantizeTarget, typer.Option("--to", help="exl3 follows the rules of exllamav3.")
+    ] = QuantizeTarget.ESPALIER,
+    seed: Annotated[int, typer.Option("--seed", help="Decides the random signs; recorded in config.json.")] = 0,
+    hessians: Annotated[
+        Path | None, typer.Option("--hessians", metavar="DIR", help="Folder of <module>.safetensors: error feedback.")
+    ] = None,
+    sensitivity: Annotated[
+        Path | None, typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads (all if not given); never change the result.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished output in DST, if any.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace DST if it holds a checkpoint or unfinished output of this program.")
+    ] = False,
+    digests: Annotated[
+        bool, typer.Option("--digests/--no-digests", help="Put decode digests into the manifest.")
+    ] = True,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a JSON report of the error of each module.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Quantize plain weights, or EXL3, Espalier or compressed-tensors, which are decoded and encoded again.
+
+    One of --bits, --recipe and --preset is needed; --bits also goes with the others. Finished modules are kept in a
+    hidden folder in DST until the output is complete: after an interruption, the same command with --resume goes on.
+    """
+    from espalier_format.cli.progress import open_progress  # noqa: PLC0415
+    from espalier_format.operations.quantize import quantize as run_quantize  # noqa: PLC0415
+
+    with open_progress() as progress:
+        result = run_quantize(
+            source,
+            destination,
+            to=to.value,
+            bits=bits,
+            recipe=recipe,
+            preset_name=None if preset is None else preset.value,
+            seed=seed,
+            hessians=hessians,
+            sensitivity=sensitivity,
+            threads=threads,
+            resume=resume,
+            force=force,
+            digests=digests,
+            report=report,
+            progress=progress,
+        )
+    if as_json:
+        from espalier_format.cli.terminal import print_json  # noqa: PLC0415
+
+        print_json(result.to_json())
+    else:
+        from espalier_format.cli.render_quantize import render_quantize  # noqa: PLC0415
+
+        render_quantize(result)
+    return 0

@@ -1,0 +1,118 @@
+"""Quantize a checkpoint: from plain weights, or from EXL3 or Espalier, to Espalier or EXL3."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from espalier_format.checkpoint import open_checkpoint
+from espalier_format.container.atomic_file import replace_file
+from espalier_format.errors import MissingFileError, OutputExistsError, SourceError, UsageError
+from espalier_format.operations.compressed_tensors_findings import contradictions_in_words
+from espalier_format.quantize.options import QuantizeOptions
+from espalier_format.quantize.presets import even_recipe, preset
+from espalier_format.quantize.recipe import Recipe, read_recipe
+from espalier_format.quantize.run import quantize_checkpoint
+from espalier_format.quantize.sensitivity import read_sensitivity
+
+if TYPE_CHECKING:
+    from espalier_format.progress import Progress
+    from espalier_format.quantize.report import QuantizeReport
+
+
+def quantize(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: Literal["espalier", "exl3"] = "espalier",
+    bits: float | None = None,
+    recipe: str | Path | None = None,
+    preset_name: str | None = None,
+    seed: int = 0,
+    hessians: str | Path | None = None,
+    sensitivity: str | Path | None = None,
+    threads: int | None = None,
+    backend: str = "auto",
+    resume: bool = False,
+    force: bool = False,
+    digests: bool = True,
+    report: str | Path | None = None,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantize the checkpoint folder ``source`` into the folder ``destination``.
+
+    The source holds plain Hugging Face weights, or is EXL3, Espalier or compressed-tensors: those are decoded and
+    encoded again. Which modules are quantized, and how, follows from the file ``recipe``, from a preset, or from
+    ``bits`` alone. ``bits`` is the average of the output as an Espalier config states it (spec/config.md §8), met
+    within 0.005. ``hessians`` is a folder with a file per module, ``sensitivity`` a file with weights for the errors
+    of modules.
+
+    The result is the same, byte for byte, for the same source, options and ``seed``, whatever the number of
+    ``threads``, the ``backend`` and the interruptions. The output appears all at once at the end. Until then finished
+    modules lie in a hidden folder in the destination, from where ``resume`` goes on; without it, an unfinished output
+    is refused unless ``force`` is given. ``report`` is a JSON file to write about every module.
+
+    Raises:
+        UsageError: options that do not go together, a pattern that matches nothing, a budget that cannot be met, or
+            an unfinished output of another job.
+        SourceError: the source cannot be quantized: another quantization, dtype, a NaN or an infinity.
+        SchemaError, CodebookError: the recipe or sensitivity file is wrong.
+        UnknownSizeError, LossyError, ShapeError, ScaleOverflowError: a module cannot be quantized or kept.
+        OutputExistsError, WriteError: the destination is in use, or cannot be written; finished work is kept.
+        DependencyError: the back end needs a package that is missing.
+    """
+    if Path(source).is_file():
+        raise SourceError("a single file is no checkpoint; give the folder", path=source)
+    options = QuantizeOptions(
+        to=to,
+        bits=bits,
+        seed=seed,
+        hessians=None if hessians is None else Path(hessians),
+        threads=threads,
+        backend=backend,
+        resume=resume,
+        force=force,
+        digests=digests,
+    )
+    rules = _recipe(recipe, preset_name, options)
+    weights = {} if sensitivity is None else read_sensitivity(Path(sensitivity))
+    if report is not None:
+        _check_report(Path(report), Path(source), Path(destination))
+    with open_checkpoint(source) as checkpoint:
+        done = quantize_checkpoint(
+            checkpoint, Path(destination), rules, options, sensitivity=weights, progress=progress
+        )
+        done = replace(done, warnings=(*contradictions_in_words(checkpoint), *done.warnings))
+    if report is not None:
+        replace_file(Path(report), (json.dumps(done.to_json(), indent=2) + "\n").encode("ascii"))
+    return done
+
+
+def _recipe(recipe: str | Path | None, preset_name: str | None, options: QuantizeOptions) -> Recipe:
+    if recipe is not None and preset_name is not None:
+        raise UsageError("--recipe and --preset exclude each other")
+    if recipe is not None:
+        return read_recipe(Path(recipe))
+    if preset_name is not None:
+        if options.exl3:
+            raise UsageError("the presets use grid codebooks, which EXL3 does not have; give --bits or --recipe")
+        return preset(preset_name)
+    if options.bits is None:
+        raise UsageError("give --bits, --preset or --recipe")
+    return even_recipe(exl3=options.exl3)
+
+
+def _check_report(report: Path, source: Path, destination: Path) -> None:
+    """Find out before hours of work whether the report can be written, and that it is no part of a checkpoint."""
+    folder = report.resolve().parent
+    if not folder.is_dir():
+        raise MissingFileError("the folder of the report does not exist", path=report)
+    if report.is_dir() or not os.access(folder, os.W_OK):
+        raise OutputExistsError("the report cannot be written there", path=report)
+    for checkpoint in (source, destination):
+        root = checkpoint.resolve()
+        if folder == root or root in folder.parents:
+            raise UsageError("the report must lie outside of the checkpoints", path=report)

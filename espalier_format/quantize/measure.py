@@ -1,0 +1,112 @@
+"""Measure how large the error of each module would be at each candidate width."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING, Final
+
+from espalier_format.encoder.hessian import read_hessian
+from espalier_format.encoder.module import sample_error
+from espalier_format.errors import EspalierError
+from espalier_format.quantize.matrices import sum_of_squares
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from espalier_format.encoder.options import EncoderOptions
+    from espalier_format.progress import Progress
+    from espalier_format.quantize.plan import ModulePlan
+    from espalier_format.quantize.state import QuantizeState
+
+SAMPLE_TILES: Final = 16
+"""Tiles of each module that are encoded at each width, or all if there are fewer."""
+
+BYTES_PER_WEIGHT: Final = 2
+"""Progress is reported in bytes of BF16."""
+
+_NO_HESSIAN: Final = -1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """One module: ``relative`` errors of its candidates, on a sample of tiles.
+
+    ``energy`` is the sum of its squared weights; ``input_power`` the mean diagonal entry of its Hessian: a sum over
+    tokens there weighs a module by how much it is used as well. None without a Hessian.
+    """
+
+    relative: tuple[float, ...]
+    energy: float
+    input_power: float | None
+
+
+def measure(
+    modules: Sequence[ModulePlan],
+    state: QuantizeState,
+    *,
+    seed: int,
+    hessians: Path | None,
+    options: EncoderOptions,
+    progress: Progress,
+) -> dict[str, Measurement]:
+    """Measure the modules that have several candidates, but for those that ``state`` knows already.
+
+    A sample of `SAMPLE_TILES` tiles, the same for all candidates, stands for the module: after the rotation its
+    weights look alike everywhere. What a module weighs, the sum of its squares, is taken of all weights.
+
+    Raises:
+        SourceError: a weight holds a NaN or an infinity.
+        EspalierError: as `sample_error`, `read_hessian` and `QuantizeState`.
+    """
+    wanted = [module for module in modules if len(module.candidates) > 1]
+    missing = [module for module in wanted if module.name not in state.measurements]
+    options = dataclasses.replace(options, scale_search_tiles=SAMPLE_TILES)
+    if missing:
+        progress.start(sum(module.linear.weights for module in missing) * BYTES_PER_WEIGHT, "measuring")
+        for module in missing:
+            state.add_measurement(module.name, _measure(module, seed=seed, hessians=hessians, options=options))
+            progress.advance(module.linear.weights * BYTES_PER_WEIGHT)
+        state.flush()
+        progress.finish()
+    return {module.name: _measurement(state.measurements[module.name]) for module in wanted}
+
+
+def weighted_errors(
+    measurements: Mapping[str, Measurement], weights: Mapping[str, float]
+) -> dict[str, tuple[float, ...]]:
+    """Return what the solver minimises: relative error x energy x input power x sensitivity.
+
+    A module without a Hessian, among others with one, counts as if its inputs had the median power of the others.
+    """
+    powers = [m.input_power for m in measurements.values() if m.input_power is not None]
+    usual = statistics.median(powers) if powers else 1.0
+    return {
+        name: tuple(
+            error * m.energy * (usual if m.input_power is None else m.input_power) * weights.get(name, 1.0)
+            for error in m.relative
+        )
+        for name, m in measurements.items()
+    }
+
+
+def _measure(module: ModulePlan, *, seed: int, hessians: Path | None, options: EncoderOptions) -> list[float]:
+    matrix = module.linear.matrix
+    try:
+        hessian = None if hessians is None else read_hessian(hessians, module.name, module.linear.in_features)
+        power = _NO_HESSIAN if hessian is None else float(hessian.matrix.diagonal().mean(dtype="f8"))
+        energy = sum_of_squares(matrix)
+        errors = [
+            sample_error(matrix, codebook, module.rotation, seed=seed, name=module.name, options=options)
+            for codebook in module.candidates
+        ]
+    except EspalierError as error:
+        error.tensor = error.tensor or module.name
+        raise
+    return [energy, power, *errors]
+
+
+def _measurement(stored: Sequence[float]) -> Measurement:
+    energy, power, *errors = stored
+    return Measurement(tuple(errors), energy, None if power == _NO_HESSIAN else power)

@@ -1,0 +1,313 @@
+"""Interruptions: whatever stops a quantization, nothing finished is lost, and the result is the same.
+
+Processes are really killed, but the encoder is the one of tests that takes no time. Power loss is not simulated.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantize_cases import dense_draft, fake_encode_module, moe_draft
+
+from espalier_format.errors import OutputExistsError, UsageError, WriteError
+from espalier_format.operations.quantize import quantize
+from espalier_format.operations.verify import verify_checkpoint
+
+SCRIPT = """
+    import os, signal, sys, time, traceback
+    from pathlib import Path
+    import quantize_cases
+    import espalier_format.quantize.encode as encode
+    import espalier_format.quantize.measure as measure
+    from espalier_format.errors import OutputExistsError
+    from espalier_format.operations.quantize import quantize
+
+    encode.encode_module = quantize_cases.fake_encode_module
+    measure.sample_error = quantize_cases.fake_sample_error
+    source, folder, first, step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+
+    EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
+
+    def run(out, stop, **options):
+        "Quantize, killed just before the stop-th time that something at the destination is opened or renamed."
+        child = os.fork()
+        if child == 0:
+            count = [0]
+
+            def watch(event, arguments):
+                if event in EVENTS and str(out) in str(arguments[0]):
+                    count[0] += 1
+                    if count[0] == stop:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(watch)
+            try:
+                quantize(source, out, preset_name="espalier", seed=5, **options)
+            except OutputExistsError as error:
+                if "another process" in str(error):
+                    os._exit(6)  # some kernels release the lock of a killed process a little later
+                if "--resume with --force goes on" in str(error):
+                    os._exit(7)
+                print(error, *out.rglob("*"), file=sys.stderr, flush=True)
+                os._exit(8)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(9)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) == 6:
+            time.sleep(0.1)
+            return run(out, stop, **options)
+        return os.waitstatus_to_exitcode(status)
+
+    def content(out):
+        return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name[0] != "."}
+
+    whole = folder / "whole"
+    assert run(whole, 0) == 0
+    expected = content(whole)
+    stop, outcomes = first, set()
+    while True:
+        out = folder / f"stop-{stop}"
+        status = run(out, stop)
+        if status == 0:
+            break  # it came to its end before
+        assert status == -signal.SIGKILL, status
+        if (out / "config.json").exists():
+            found = {name: data for name, data in content(out).items() if not name.startswith(".")}
+            assert found == expected, stop
+            outcomes.add("complete")
+        else:
+            status = run(out, 0, resume=True)
+            outcomes.add("resumed" if status == 0 else "resumed with force")
+            if status == 7:
+                status = run(out, 0, resume=True, force=True)
+            assert status == 0, (stop, status)
+            assert content(out) == expected, stop
+            assert not (out / ".espalier-in-progress").exists()
+        stop += step
+    # One output that is killed again and again, each run a little later than the one before.
+    out, stop, runs = folder / "again", 12, 0
+    while run(out, stop, resume=True, force=True) != 0:
+        stop, runs = stop + 9, runs + 1
+    assert content(out) == expected
+    print(stop, runs, *sorted(outcomes), sep=",")
+    """
+
+
+def _run_script(source: Path, folder: Path, first: int, step: int) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), *map(str, (source, folder, first, step))],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    source = moe_draft(experts=2).write(tmp_path / "m")
+    _, runs, *outcomes = _run_script(source, tmp_path, 1, 23).split(",")
+    assert "resumed" in outcomes
+    assert int(runs) > 3
+
+
+@pytest.mark.slow
+def test_killed_at_every_moment(tmp_path: Path) -> None:
+    source = dense_draft().write(tmp_path / "m")
+    _, _, *outcomes = _run_script(source, tmp_path, 1, 1).split(",")
+    assert set(outcomes) == {"complete", "resumed", "resumed with force"}
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+class _Interrupting:
+    """An encoder that is interrupted at the given module."""
+
+    def __init__(self, stop: int, error: BaseException) -> None:
+        self.encoded: list[str] = []
+        self._stop = stop
+        self._error = error
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if len(self.encoded) == self._stop:
+            raise self._error
+        self.encoded.append(options["name"])
+        return fake_encode_module(*arguments, **options)
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_only_what_is_missing_is_encoded(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = quantize(moe, tmp_path / "whole", preset_name="espalier")
+    encoder = _Interrupting(5, KeyboardInterrupt())
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", encoder)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(moe, tmp_path / "out", preset_name="espalier")
+    assert not (tmp_path / "out" / "config.json").exists()
+    again = _Interrupting(1000, KeyboardInterrupt())
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", again)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", None)  # nothing is measured again
+    report = quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    assert report.resumed == 5
+    assert len(again.encoded) == len(report.modules) - 5
+    assert not set(again.encoded) & set(encoder.encoded)
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+    assert [m.to_json() for m in report.modules] == [m.to_json() for m in whole.modules]
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_what_is_measured_is_not_measured_again(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize(moe, tmp_path / "whole", preset_name="espalier")
+    measured: list[str] = []
+
+    def measure(weight: Any, codebook: Any, rotation: Any, *, name: str, **options: Any) -> float:
+        if len(measured) == 10:
+            raise KeyboardInterrupt
+        measured.append(name)
+        return 4.0**-codebook.bits
+
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", measure)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(moe, tmp_path / "out", preset_name="espalier")
+    first, measured[:] = set(measured[:9]), [""]  # three modules with three candidates each, and one of the fourth
+    monkeypatch.setattr(
+        "espalier_format.quantize.measure.sample_error", lambda *a, **k: measured.append(k["name"]) or 4.0 ** -a[1].bits
+    )
+    quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    assert len(first) == 3
+    assert not first & set(measured)
+    assert len(set(measured)) == 1 + 12 - 3
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_an_unfinished_output_is_not_taken_over_silently(
+    moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(moe, tmp_path / "out", preset_name="espalier")
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    with pytest.raises(OutputExistsError, match="--resume goes on with it, --force alone begins anew"):
+        quantize(moe, tmp_path / "out", preset_name="espalier")
+    assert (tmp_path / "out" / ".espalier-in-progress" / "quantize" / "results").is_dir()
+    assert quantize(moe, tmp_path / "out", preset_name="espalier", force=True).resumed == 0
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = moe_draft().write(tmp_path / "m")
+    (tmp_path / "s.json").write_text('{"*.0.*": 3}')
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "out", preset_name="espalier")
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("another seed", {"seed": 1}),
+        ("another bits", {"bits": 2.5}),
+        ("another sensitivity", {"sensitivity": tmp_path / "s.json"}),
+        ("another recipe", {"preset_name": None, "bits": 2.5}),
+    ]
+    for message, options in changes:
+        with pytest.raises(UsageError, match=message):
+            quantize(source, tmp_path / "out", resume=True, **{"preset_name": "espalier", **options})
+    shard = source / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(UsageError, match="another source"):
+        quantize(source, tmp_path / "out", resume=True, preset_name="espalier")
+    data[-1] ^= 1
+    # Nothing was lost by trying: the job itself can still go on once the source is what it was.
+    state = json.loads((tmp_path / "out" / ".espalier-in-progress" / "quantize" / "job.json").read_text())
+    shard.write_bytes(data)
+    os.utime(shard, ns=(state["source"][0][2], state["source"][0][2]))
+    assert quantize(source, tmp_path / "out", resume=True, preset_name="espalier").resumed == 3
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_a_full_disk_loses_nothing(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize(moe, tmp_path / "whole", preset_name="espalier")
+    calls = [0]
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] % 7 == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    resumed = []
+    for _ in range(100):
+        try:
+            quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+            break
+        except WriteError as error:
+            assert "No space left" in str(error)  # noqa: PT017 - one of many attempts
+            results = tmp_path / "out" / ".espalier-in-progress" / "quantize" / "results"
+            resumed.append(len(list(results.glob("*.safetensors"))) if results.exists() else 0)
+            assert not list(results.glob("*.partial"))
+            calls[0] += 3
+    monkeypatch.setattr(os, "fsync", real)
+    if not (tmp_path / "out" / "config.json").exists():
+        quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    assert resumed == sorted(resumed)
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_a_spoilt_result_is_made_again(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantize(moe, tmp_path / "whole", preset_name="espalier")
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(6, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(moe, tmp_path / "out", preset_name="espalier")
+    state = tmp_path / "out" / ".espalier-in-progress" / "quantize"
+    results = sorted((state / "results").iterdir())
+    data = bytearray(results[0].read_bytes())
+    data[-1] ^= 1
+    results[0].write_bytes(data)
+    results[1].write_bytes(results[1].read_bytes()[:-100])
+    results[2].write_bytes(b"")
+    (state / "results" / "000099.partial").write_bytes(b"half")
+    lines = (state / "measurements.jsonl").read_bytes()
+    (state / "measurements.jsonl").write_bytes(lines[:-20])
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    report = quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    assert report.resumed == 3
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_resume_without_anything_to_resume_begins(dense: Path, tmp_path: Path) -> None:
+    assert quantize(dense, tmp_path / "out", bits=2, resume=True).resumed == 0
+    assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_an_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = dense_draft().write(tmp_path / "m")
+    quantize(source, tmp_path / "out", bits=2)
+    before = _content(tmp_path / "out")
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, tmp_path / "out", bits=4, force=True)
+    assert _content(tmp_path / "out") == before
+    assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    assert quantize(source, tmp_path / "out", bits=4, force=True, resume=True).resumed == 3
+    assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
+    assert _content(tmp_path / "out") != before
