@@ -45,6 +45,11 @@ def untie(config: dict[str, Any]) -> dict[str, object]:
     return replaced
 
 
+def is_replaceable(path: str, value: object) -> bool:
+    """Tell whether `replaced_config` may hold this: a tie that was true, or a null ``quantization_config``."""
+    return value is True if path in _TIES else path == BLOCK and value is None
+
+
 def restore(config: dict[str, Any], replaced: Mapping[str, object]) -> None:
     """Put replaced values back, in place, where what replaced them still stands there."""
     for path, value in replaced.items():

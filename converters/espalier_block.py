@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from espalier_format.checkpoint.bits import average_bits
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.converters.output import this_producer
+from espalier_format.schema.base import DOTTED_NAME
 from espalier_format.schema.config import FORMAT_VERSION, QUANT_METHOD, CodebookConstants, ModuleSpec, Source
 from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET, PLAIN_EXPERT, ExpertBank, Projection, Rotation
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 _ROTATION: Final = Rotation(in_=128, out=128)
 
-_EMBEDDING: Final = re.compile(r"(?:.*\.)?(?:(?:[a-z0-9]+_)*embed(?:ding)?s?(?:_tokens(?:_.*)?)?|wte|wpe)")
-"""Modules with a matrix that is looked up, not multiplied with."""
+_NAMED: Final = re.compile(DOTTED_NAME.replace("$", r"\Z"))
+_EMBEDDING: Final = re.compile(r"(?:[a-z0-9]+_)*embed(?:ding)?s?(?:_tokens(?:_.*)?)?|wte|wpe")
+"""Last part of the name of a module with a matrix that is looked up, not multiplied with."""
 
 
 def espalier_block(
@@ -79,11 +81,15 @@ def plain_linear_modules(checkpoint: Checkpoint) -> list[str]:
     found = []
     for tensor in checkpoint.plain:
         name, _, kind = tensor.rpartition(".")
-        if kind == "weight" and len(checkpoint.tensors[tensor].shape) == 2:
-            is_named = all(name.split("."))
-            if is_named and name not in checkpoint.modules and not _EMBEDDING.fullmatch(name):
-                found.append(name)
+        is_matrix = kind == "weight" and len(checkpoint.tensors[tensor].shape) == 2
+        if is_matrix and _NAMED.match(name) and name not in checkpoint.modules and not is_embedding_name(name):
+            found.append(name)
     return sorted(found)
+
+
+def is_embedding_name(module: str) -> bool:
+    """Tell by the last part of its name whether a module's matrix is looked up, not multiplied with."""
+    return _EMBEDDING.fullmatch(module.rpartition(".")[2]) is not None
 
 
 def _projection(experts: Sequence[str | None], modules: Mapping[str, ImportedModule]) -> Projection | None:
@@ -92,6 +98,10 @@ def _projection(experts: Sequence[str | None], modules: Mapping[str, ImportedMod
     if len(sizes) != 1:
         return None
     in_features, out_features, size_source = sizes.pop()
+    # A plain expert has the sizes that the quantized ones had before a bias made them keep their padding.
+    before = quantized[0].module
+    if None in experts and (in_features, out_features) != (before.in_features, before.out_features):
+        return None
     names = [codebook.name for codebook in _sorted({module.module.codebook for module in quantized})]
     assignment = "".join(
         PLAIN_EXPERT if name is None else ASSIGNMENT_ALPHABET[names.index(modules[name].module.codebook.name)]

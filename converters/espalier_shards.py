@@ -26,7 +26,7 @@ def plan_espalier_shards(
     """
     translated: dict[str, Item | None] = {}
     for imported in modules.values():
-        translated.update(_translate(imported))
+        translated.update(espalier_items(imported))
     plans: list[ShardPlan] = []
     warnings: list[str] = []
     repeated = 0
@@ -56,8 +56,8 @@ def plan_espalier_shards(
     return plans, tuple(warnings)
 
 
-def _translate(imported: ImportedModule) -> dict[str, Item | None]:
-    """Map the tensors of a module to what becomes of them; None for the marker, which the config replaces."""
+def espalier_items(imported: ImportedModule) -> dict[str, Item | None]:
+    """Map the tensors of an EXL3 module to what becomes of them; None for the marker, which the config replaces."""
     module = imported.module
     items: dict[str, Item | None] = {
         module.trellis.name: Kept(f"{module.name}.esp_trellis", module.trellis.info),

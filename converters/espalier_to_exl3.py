@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from espalier_format.checkpoint.files import CONFIG_NAME, MANIFEST_NAME
 from espalier_format.checkpoint.storage_claims import STORAGE_NAME
-from espalier_format.container.folder import SHARD_SUFFIX
+from espalier_format.container.folder import is_reserved
 from espalier_format.container.index import INDEX_NAME
 from espalier_format.container.json_document import JsonStyle, read_json_object
-from espalier_format.container.regular_file import read_regular
+from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, SIGNATURE_NAME
 from espalier_format.container.writer import CheckpointWriter
-from espalier_format.converters.config_edit import restore, with_block, without_block
+from espalier_format.converters.config_edit import is_replaceable, restore, with_block, without_block
 from espalier_format.converters.exl3_config import exl3_block, tensor_storage
 from espalier_format.converters.exl3_limits import check_lossless, check_names, loading_warnings
 from espalier_format.converters.exl3_listing import index_describes, tensor_list_sha256
@@ -21,9 +20,7 @@ from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.converters.report import ConversionReport
 from espalier_format.converters.shard_rewrite import planned_tensors
 from espalier_format.errors import MalformedError, SchemaError, SourceError
-from espalier_format.limits import MAX_JSON_BYTES
 from espalier_format.schema.config import Source
-from espalier_format.schema.manifest import SIGNATURE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +62,8 @@ def espalier_to_exl3(
     check_lossless(source)
     check_names(source)
     stated = quantization.source
-    born = stated is not None and stated.format == "exl3"
+    # With a seed it was encoded anew since: nothing of the EXL3 checkpoint is left that could come back.
+    born = stated is not None and stated.format == "exl3" and stated.seed is None
     origin = stated if born and stated is not None else _NOT_BORN_FROM_EXL3
     plans, warnings = plan_exl3_shards(source, origin)
     listing = [(plan.name, item.name, item.dtype, item.shape) for plan in plans for item in plan.items]
@@ -73,15 +71,17 @@ def espalier_to_exl3(
     if born and not unchanged:
         warnings.append("the tensors are not those of the EXL3 checkpoint that this one came from")
 
+    _check_origin(origin, source.folder.root / CONFIG_NAME)
     block = None if born else exl3_block(source)
     if origin.quantization_config is not None:
         block = dict(origin.quantization_config)
     replaced = origin.replaced_config
     config = without_block(source.config, replaced) if block is None else with_block(source.config, block)
     restore(config, replaced)
+    config_bytes = JsonStyle.of_file(source.folder.path_of(CONFIG_NAME)).dumps(config) if config else None
     made_anew = _documents(source, origin, listing, unchanged=unchanged)
     copies = _copies(source, origin, set(made_anew))
-    if INDEX_NAME in copies and not _index_fits(source.folder.resolve(copies[INDEX_NAME]), listing):
+    if INDEX_NAME in copies and not _index_fits(source.folder.path_of(copies[INDEX_NAME]), listing):
         del copies[INDEX_NAME]
         warnings.append(f"{INDEX_NAME} is made anew to describe the tensors")
     if born:
@@ -89,7 +89,7 @@ def espalier_to_exl3(
         warnings.extend(_lost(source, origin))
     warnings.extend(loading_warnings(source))
 
-    paths = {name: source.folder.resolve(stored) for name, stored in copies.items()}
+    paths = {name: source.folder.path_of(stored) for name, stored in copies.items()}
     bytes_read = sum(plan.shard.header.file_size for plan in plans) + sum(p.stat().st_size for p in paths.values())
     wants_index = INDEX_NAME not in copies and bool(origin.index if born else len(plans) > 1)
     meter = Meter(progress, bytes_read, "converting")
@@ -103,9 +103,8 @@ def espalier_to_exl3(
             writer.add_copy(name, path)
         for name, data in made_anew.items():
             writer.add_bytes(name, data)
-        if config:
-            style = JsonStyle.detect(read_regular(source.folder.resolve(CONFIG_NAME), MAX_JSON_BYTES))
-            writer.add_bytes(CONFIG_NAME, style.dumps(config))
+        if config_bytes is not None:
+            writer.add_bytes(CONFIG_NAME, config_bytes)
         meter.finish()
         records = writer.finish(index=wants_index, manifest=manifest_bytes)
     return ConversionReport(
@@ -119,6 +118,20 @@ def espalier_to_exl3(
         files=tuple(sorted(records)),
         warnings=(*source.warnings, *warnings),
     )
+
+
+def _check_origin(origin: Source, path: Path) -> None:
+    """Refuse to restore what no EXL3 checkpoint can have had: the config has come from somebody else since.
+
+    Raises:
+        SchemaError: ``source`` holds a block of another method, or a replaced value that is none of those we replace.
+    """
+    method = (origin.quantization_config or {}).get("quant_method")
+    if method not in (None, "exl3"):
+        raise SchemaError("quantization_config.source.quantization_config is not that of EXL3", path=path)
+    wrong = next((key for key, value in origin.replaced_config.items() if not is_replaceable(key, value)), None)
+    if wrong is not None:
+        raise SchemaError(f"quantization_config.source.replaced_config: {wrong} cannot have had this value", path=path)
 
 
 def _documents(
@@ -154,13 +167,17 @@ def _copies(source: Checkpoint, origin: Source, made_anew: set[str]) -> dict[str
     Raises:
         SchemaError: a file would be restored to the name of another one.
     """
-    names = {CONFIG_NAME, MANIFEST_NAME, *source.other_files}
+    names = {CONFIG_NAME, MANIFEST_NAME, SIGNATURE_NAME, *source.other_files}
+    # Case does not tell files apart everywhere.
+    taken = {name.casefold() for name in names}
     for original in origin.carried_files:
-        if original in names or original.endswith(SHARD_SUFFIX):
+        folded = original.casefold()
+        if folded in taken or is_reserved(original):
             raise SchemaError(
-                f"quantization_config.source.carried_files: {original} is the name of another file",
+                f"quantization_config.source.carried_files: {original} is the name of another file, or reserved",
                 path=source.folder.root / CONFIG_NAME,
             )
+        taken.add(folded)
     original_names = {stored: original for original, stored in origin.carried_files.items()}
     copies: dict[str, str] = {}
     for stored in source.other_files:

@@ -15,6 +15,7 @@ from espalier_format.converters.output import this_producer
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint.base import Checkpoint
+    from espalier_format.codec.codebook import Codebook
 
 LAYOUT_VERSION: Final = "1.6.5"
 """The version of exllamav3 whose file layout is written."""
@@ -49,7 +50,12 @@ def marker_of(family: str) -> str | None:
 
 
 def exl3_block(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the config block for modules that exllamav3 did not quantize itself.
+    """Return the config block for the modules of a checkpoint that exllamav3 did not quantize itself."""
+    return exl3_block_of((module.name, module.codebook, module.weights) for module in checkpoint.modules.values())
+
+
+def exl3_block_of(modules: Iterable[tuple[str, Codebook, int]]) -> dict[str, Any]:
+    """Return the config block for modules given as (name, codebook, weights without padding).
 
     Bits are averages over true weights, without padding, as exllamav3 states them. ``version`` says whose
     layout the files have; ``producer`` who wrote them.
@@ -57,12 +63,12 @@ def exl3_block(checkpoint: Checkpoint) -> dict[str, Any]:
     weights: dict[str, int] = {}
     half_bits: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    for module in checkpoint.modules.values():
-        family = module.codebook.family.removeprefix("exl3-")
-        weights[family] = weights.get(family, 0) + module.weights
-        key = _BITS_KEYS.get(module.component, "bits")
-        half_bits[key] = half_bits.get(key, 0) + module.codebook.half_steps * module.weights
-        sizes[key] = sizes.get(key, 0) + module.weights
+    for name, codebook, size in modules:
+        family = codebook.family.removeprefix("exl3-")
+        weights[family] = weights.get(family, 0) + size
+        key = _BITS_KEYS.get(component_of(name), "bits")
+        half_bits[key] = half_bits.get(key, 0) + codebook.half_steps * size
+        sizes[key] = sizes.get(key, 0) + size
     average = {key: round(half_bits[key] / (2 * sizes[key]), 6) for key in sizes}
     block: dict[str, Any] = {
         "quant_method": "exl3",

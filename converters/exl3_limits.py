@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from espalier_format.checkpoint.exl3_names import MODULE_KINDS
 from espalier_format.errors import LossyError, UnexpectedTensorError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 BLOCK: Final = 128
 _SHOWN: Final = 3
 _GATE_AND_UP: Final = (("gate_proj", "up_proj"), ("w1", "w3"))
-_EXL3_KINDS: Final = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "scale")
 
 
 def check_lossless(checkpoint: Checkpoint) -> None:
@@ -32,8 +32,7 @@ def check_lossless(checkpoint: Checkpoint) -> None:
         raise LossyError(
             f"EXL3 cannot hold {len(offending)} of {len(checkpoint.modules)} modules without loss: "
             f"{', '.join(offending[:_SHOWN])}{more}; it has no grid codebooks and rotates in blocks of {BLOCK} only. "
-            "They would have to be encoded again, by `espalier-format quantize SRC DST --to exl3`, a command that "
-            "this release does not have yet",
+            "They would have to be encoded again: `espalier-format quantize SRC DST --to exl3 --bits N`",
             path=checkpoint.folder.root,
         )
 
@@ -42,7 +41,7 @@ def check_names(checkpoint: Checkpoint) -> None:
     """Raise UnexpectedTensorError for a plain tensor that would become part of a module in EXL3."""
     for name in checkpoint.plain:
         module, _, kind = name.rpartition(".")
-        if kind in _EXL3_KINDS and module in checkpoint.modules:
+        if kind in MODULE_KINDS and module in checkpoint.modules:
             raise UnexpectedTensorError(
                 f"in EXL3 this plain tensor would belong to the quantized module {module}",
                 path=checkpoint.tensors[name].shard.path,

@@ -11,17 +11,25 @@ NGRAM_SHARD: Final = "ngram_embedding.safetensors"
 
 
 def tensor_list_sha256(tensors: Iterable[tuple[str, str, str, tuple[int, ...]]]) -> str:
-    """Return the SHA-256, in hexadecimal, of a list of tensors (spec/exl3.md §6).
+    r"""Return the SHA-256, in hexadecimal, of a list of tensors (spec/exl3.md §6).
 
     Each entry is (shard, name, dtype, shape); it makes one line ``shard TAB name TAB dtype TAB shape LF``, the
     shape as decimal numbers joined by commas. Lines are sorted by their UTF-8 bytes, so the order of entries
-    does not matter.
+    does not matter. A backslash, tab or line feed of a name is written as ``\\``, ``\t``, ``\n``: otherwise one
+    name could make up a second line.
     """
     digest = hashlib.sha256()
-    lines = (f"{shard}\t{name}\t{dtype}\t{','.join(map(str, shape))}\n" for shard, name, dtype, shape in tensors)
+    lines = (
+        f"{_escaped(shard)}\t{_escaped(name)}\t{dtype}\t{','.join(map(str, shape))}\n"
+        for shard, name, dtype, shape in tensors
+    )
     for line in sorted(line.encode("utf-8") for line in lines):
         digest.update(line)
     return digest.hexdigest()
+
+
+def _escaped(name: str) -> str:
+    return name.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
 
 
 def index_describes(weight_map: object, shard_of: Mapping[str, str]) -> bool:

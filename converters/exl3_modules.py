@@ -38,26 +38,34 @@ class ImportedModule:
 def import_modules(source: Checkpoint) -> tuple[dict[str, ImportedModule], tuple[str, ...]]:
     """Return all modules of an EXL3 checkpoint, in order, and warnings about their sizes (spec/exl3.md §5).
 
-    A padded bias can be cropped only where what is cut off is +0: a module with other values there keeps its
-    padded size, so that the way back gives the same bytes. Reads all scales; memory stays bounded.
+    A padded bias can be cropped only where what is cut off is +0, and svh that ends in zeros has them throughout the
+    padding: a module with other values there keeps its padded size, since the true one may be larger than it is said
+    to be, and the way back must give the same bytes. Reads all scales; memory stays bounded.
 
     Raises:
         NonFiniteScaleError: a scale is infinite or NaN.
     """
     imported: dict[str, ImportedModule] = {}
     warnings: list[str] = []
-    uncropped: list[str] = []
+    kept: dict[str, list[str]] = {}
     for name, module in source.modules.items():
         _, svh = module.scales()
-        warnings.extend(_zeros_against_size(module, svh))
         sizes = ImportedModule(module, module.in_features, module.out_features, module.size_source)
-        if module.bias is not None and sizes.crops_bias and not _is_zero_from(module.bias, module.out_features):
-            sizes = ImportedModule(module, module.padded_in, module.padded_out, "padded")
-            uncropped.append(name)
+        if module.size_source == "padded":
+            warnings.extend(_zeros_of_unknown_size(module, svh))
+        else:
+            reason = None
+            if module.bias is not None and sizes.crops_bias and not _is_zero_from(module.bias, module.out_features):
+                reason = "bias"
+            elif svh[-1] == 0 and svh[module.out_features :].any():
+                reason = "svh"
+            if reason is not None:
+                sizes = ImportedModule(module, module.padded_in, module.padded_out, "padded")
+                kept.setdefault(reason, []).append(name)
         imported[name] = sizes
-    if uncropped:
-        more = f" and {len(uncropped) - 1} more" if len(uncropped) > 1 else ""
-        warnings.append(f"padded size kept: the bias of {uncropped[0]}{more} is not zero beyond the true size")
+    for reason, names in kept.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.append(f"padded size kept: the {reason} of {names[0]}{more} is not zero beyond the true size")
     return imported, tuple(warnings)
 
 
@@ -67,18 +75,12 @@ def _is_zero_from(bias: TensorRef, start: int) -> bool:
     return not any(bias.data()[start * width :])
 
 
-def _zeros_against_size(module: QuantizedModule, svh: np.ndarray) -> tuple[str, ...]:
-    """Cross-check the output size with the zeros that newer files have in the padding of svh.
+def _zeros_of_unknown_size(module: QuantizedModule, svh: np.ndarray) -> tuple[str, ...]:
+    """Point out the zeros that newer files have in the padding of svh; they alone decide nothing.
 
-    Zeros before the true size are no contradiction: an output may be dead. Without zeros at the end, the
-    file is older than the habit.
+    An output may be dead. Without zeros at the end, the file is older than the habit.
     """
     if svh[-1] != 0:
         return ()
-    if module.size_source == "exact":
-        if not svh[module.out_features :].any():
-            return ()
-        where = f"throughout the padding that begins at {module.out_features} ({module.size_how})"
-        return (f"svh of {module.name} is not zero {where}: its true output size may be larger",)
     last = int(svh.nonzero()[0][-1]) + 1 if svh.any() else 0
     return (f"svh of {module.name} ends in {len(svh) - last} zeros: its true output size may be {last}",)

@@ -36,7 +36,7 @@ def plan_exl3_shards(source: Checkpoint, origin: Source) -> tuple[list[ShardPlan
             if name in packed and not _is_packable(module, name):
                 packed.remove(name)
                 warnings.append(f"{name} is not written as packed signs, since its scales are no longer +1 and -1")
-        translated.update(_translate(module, packed, unpadded, keep_bias_dtype=origin.format == "exl3"))
+        translated.update(exl3_items(module, packed, unpadded, keep_bias_dtype=origin.format == "exl3"))
     plans: list[ShardPlan] = []
     for shard in source.shards:
         items: list[Item] = []
@@ -54,10 +54,13 @@ def plan_exl3_shards(source: Checkpoint, origin: Source) -> tuple[list[ShardPlan
     return plans, warnings
 
 
-def _translate(
+def exl3_items(
     module: QuantizedModule, packed: set[str], unpadded: set[str], *, keep_bias_dtype: bool
 ) -> Iterator[tuple[str, tuple[Item, ...]]]:
-    """Yield the module's tensors with what becomes of each; the marker goes just before the trellis."""
+    """Yield the tensors of an Espalier module with what becomes of each; the marker goes just before the trellis.
+
+    A tensor that stays as it is may be left out.
+    """
     trellis: tuple[Item, ...] = (Kept(f"{module.name}.trellis", module.trellis.info),)
     marker = marker_of(module.codebook.family)
     if marker is not None:
@@ -75,7 +78,7 @@ def _translate(
         size = module.out_features if module.name in unpadded else module.padded_out
         widened = bias.dtype == "BF16" and not keep_bias_dtype
         if size != bias.shape[0] or widened:
-            yield bias.name, (_padded_bias(bias, size, widened=widened),)
+            yield bias.name, (padded_bias(bias, size, widened=widened),)
 
 
 def _is_packable(module: QuantizedModule, name: str) -> bool:
@@ -97,7 +100,7 @@ def _packed(name: str, scale: TensorRef) -> Made:
     return Made(name, "I16", (scale.shape[0] // 16,), lambda: _pack(scale))
 
 
-def _padded_bias(bias: TensorRef, size: int, *, widened: bool) -> Made:
+def padded_bias(bias: TensorRef, size: int, *, widened: bool) -> Made:
     """Return the bias with +0 up to ``size``; BF16 as F32, which EXL3 readers take and which holds it exactly."""
     missing = size - bias.shape[0]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component
-from espalier_format.checkpoint.files import CONFIG_NAME
 from espalier_format.checkpoint.storage_claims import STORAGE_NAME
 from espalier_format.container.index import INDEX_NAME, Index
 from espalier_format.container.json_document import JsonStyle, parse_json, read_json_object
-from espalier_format.container.regular_file import read_regular
+from espalier_format.container.names import CONFIG_NAME, SIGNATURE_NAME
 from espalier_format.container.writer import CheckpointWriter
 from espalier_format.converters.config_edit import BLOCK, untie, with_block
 from espalier_format.converters.espalier_block import espalier_block, plain_linear_modules
@@ -20,9 +19,7 @@ from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.converters.report import ConversionReport
 from espalier_format.converters.shard_rewrite import ShardPlan, planned_tensors
 from espalier_format.errors import MalformedError, SchemaError, SourceError
-from espalier_format.limits import MAX_JSON_BYTES
 from espalier_format.schema.config import Source, parse_quantization_config
-from espalier_format.schema.manifest import SIGNATURE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +83,7 @@ def exl3_to_espalier(
     copies = {name: carried.get(name, name) for name in source.other_files if name != SIGNATURE_NAME}
     if INDEX_NAME in carried:
         copies[INDEX_NAME] = carried[INDEX_NAME]
-    paths = {name: source.folder.resolve(name) for name in copies}
+    paths = {name: source.folder.path_of(name) for name in copies}
     bytes_read = sum(plan.shard.header.file_size for plan in plans) + sum(p.stat().st_size for p in paths.values())
     meter = Meter(progress, bytes_read, "converting")
     with CheckpointWriter(destination, force=force, sources=[source.folder.root], progress=meter.advance) as writer:
@@ -121,7 +118,7 @@ def _check_source(source: Checkpoint) -> None:
     if not source.modules:
         raise SourceError("the checkpoint has no quantized module", path=source.folder.root)
     has_config = source.folder.has(CONFIG_NAME)
-    opened_alone = has_config and not source.config and read_json_object(source.folder.resolve(CONFIG_NAME)) != {}
+    opened_alone = has_config and not source.config and read_json_object(source.folder.path_of(CONFIG_NAME)) != {}
     if opened_alone or [shard.name for shard in source.shards] != source.folder.shard_names():
         raise SourceError("a single file is no checkpoint; give the folder", path=source.shards[0].path)
 
@@ -186,7 +183,7 @@ def _index_is_right(source: Checkpoint) -> bool:
 def _config_style(source: Checkpoint) -> JsonStyle:
     if not source.folder.has(CONFIG_NAME):
         return JsonStyle()
-    return JsonStyle.detect(read_regular(source.folder.resolve(CONFIG_NAME), MAX_JSON_BYTES))
+    return JsonStyle.of_file(source.folder.path_of(CONFIG_NAME))
 
 
 def _digests(source: Checkpoint, progress: Progress | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ source checkpoint. The differences are few and are listed here; `hf_layout` appl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -40,13 +40,13 @@ class Architecture:
 class BakedScale:
     """A factor that exllamav3 multiplies into source weights before it quantizes, recorded nowhere in the file.
 
-    Applies where ``identity`` matches a model type or an architecture class of the config, and ``module`` the
-    whole name of a stored linear module. ``config_key`` names the setting that holds the factor, if there is
-    one: absent or 1 means that nothing was multiplied in.
+    Applies where ``identity`` is found in a model type or an architecture class of the config, and ``module`` says so
+    of the name of a stored linear module; both take time in proportion to the name. ``config_key`` names the setting
+    that holds the factor, if there is one: absent or 1 means that nothing was multiplied in.
     """
 
     identity: re.Pattern[str]
-    module: re.Pattern[str]
+    module: Callable[[str], bool]
     scale: str
     config_key: str | None = None
 
@@ -92,18 +92,30 @@ FUSED_EXPERTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "u
 
 EXPERT = re.compile(r"(?P<bank>.+\.experts)\.(?P<index>0|[1-9][0-9]{0,5})\.(?P<projection>gate_proj|up_proj|down_proj)")
 
-_EXPERT_UP = r".+\.experts\.\d+\.up_proj"
+
+def _is_expert_up(module: str) -> bool:
+    parts = module.rsplit(".", 3)
+    return len(parts) == 4 and parts[1::2] == ["experts", "up_proj"] and parts[2].isdecimal()
+
+
+def _is_expert_up_of_layer_47(module: str) -> bool:
+    return _is_expert_up(module) and ".layers.47." in f".{module}"
+
+
+def _is_output_projection(module: str) -> bool:
+    return module.endswith(".o_proj")
+
 
 BAKED_SCALES: tuple[BakedScale, ...] = (
-    BakedScale(re.compile(r"laguna.*|mistral4.*", re.IGNORECASE), re.compile(_EXPERT_UP), "1/128 on routed up_proj"),
+    BakedScale(re.compile(r"\Alaguna|\Amistral4", re.IGNORECASE), _is_expert_up, "1/128 on routed up_proj"),
     BakedScale(
-        re.compile(r"mimo_?v2.*", re.IGNORECASE),
-        re.compile(r"(.+\.)?layers\.47\." + _EXPERT_UP),
+        re.compile(r"\Amimo_?v2", re.IGNORECASE),
+        _is_expert_up_of_layer_47,
         "1/128 on routed up_proj of layer 47",
     ),
     BakedScale(
-        re.compile(r"mimo_?v2.*|.*dflash.*", re.IGNORECASE),
-        re.compile(r".+\.o_proj"),
+        re.compile(r"\Amimo_?v2|dflash", re.IGNORECASE),
+        _is_output_projection,
         "attention_value_scale on o_proj",
         config_key="attention_value_scale",
     ),

@@ -70,11 +70,11 @@ def plan_hf_layout(
 def _refuse_baked_scales(config: Mapping[str, object], modules: Iterable[str]) -> None:
     names = identities(config)
     for baked in BAKED_SCALES:
-        identity = next((name for name in names if baked.identity.fullmatch(name)), None)
+        identity = next((name for name in names if baked.identity.search(name)), None)
         if identity is None or not baked.applies(config):
             continue
         for module in modules:
-            if baked.module.fullmatch(module):
+            if baked.module(module):
                 message = f"{identity} has a scale baked into its weights ({baked.scale}) that is not undone here"
                 raise SourceError(message, tensor=module)
 
@@ -169,35 +169,51 @@ class _Plan:
     def _stack_biases(self, target: str, parts: list[str]) -> None:
         biases = [f"{part}.bias" for part in parts]
         if any(name in self.tensors for name in biases):
-            self._stack(f"{target}.bias", biases)
+            self._stack(f"{target}.bias", biases, rank=1)
 
-    def _stack(self, target: str, parts: list[str]) -> None:
+    def _stack(self, target: str, parts: list[str], *, rank: int = 2) -> None:
         """Replace ``parts`` by one tensor, their rows one below the other."""
-        tensors = self._take(target, parts)
+        tensors = self._take(target, parts, rank)
         if len({tensor.shape[1:] for tensor in tensors}) != 1:
             raise SourceError("its parts differ in in_features", tensor=target)
         shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
         rows = tuple(row for tensor in tensors for row in tensor.pages[0])
-        self.tensors[target] = HfTensor(target, shape, (rows,))
+        self._put(HfTensor(target, shape, (rows,)))
 
     def _side_by_side(self, base: str, slices: list[str]) -> None:
-        tensors = self._take(f"{base}.weight", [f"{name}.weight" for name in slices])
+        tensors = self._take(f"{base}.weight", [f"{name}.weight" for name in slices], 2)
         if len({tensor.shape[0] for tensor in tensors}) != 1:
             raise SourceError("its slices differ in out_features", tensor=base)
         shape = (tensors[0].shape[0], sum(tensor.shape[1] for tensor in tensors))
         row = tuple(source for tensor in tensors for source in tensor.sources())
-        self.tensors[f"{base}.weight"] = HfTensor(f"{base}.weight", shape, ((row,),))
+        self._put(HfTensor(f"{base}.weight", shape, ((row,),)))
         biases = [f"{name}.bias" for name in slices if f"{name}.bias" in self.tensors]
         if len(biases) > 1:
             # The layer adds one bias; whether the slices repeat or share it out is recorded nowhere.
             raise SourceError("more than one of its slices has a bias", tensor=base)
         if biases:
-            self._stack(f"{base}.bias", biases)
+            self._stack(f"{base}.bias", biases, rank=1)
 
-    def _take(self, target: str, parts: list[str]) -> list[HfTensor]:
+    def _put(self, tensor: HfTensor) -> None:
+        """Add a joined tensor; a plain copy gives way, but what is quantized as a whole cannot have parts too."""
+        whole = self.tensors.get(tensor.name)
+        if whole is not None and any(source.quantized for source in whole.sources()):
+            raise SourceError("it is quantized as a whole, and in parts as well", tensor=tensor.name)
+        self.tensors[tensor.name] = tensor
+
+    def _take(self, target: str, parts: list[str], rank: int) -> list[HfTensor]:
+        """Remove and return the parts of a tensor to join, all of which have ``rank`` dimensions and some content."""
         if missing := [name for name in parts if name not in self.tensors]:
             raise SourceError(f"{target} cannot be joined: {missing[0]} is missing", tensor=missing[0])
-        return [self.tensors.pop(name) for name in parts]
+        tensors = [self.tensors.pop(name) for name in parts]
+        for tensor in tensors:
+            if len(tensor.shape) != rank or 0 in tensor.shape:
+                raise SourceError(
+                    f"{target} cannot be joined: this part is no {'matrix' if rank == 2 else 'vector'}",
+                    tensor=tensor.name,
+                    got=f"shape {list(tensor.shape)}",
+                )
+        return tensors
 
     def _fuse_experts(self) -> None:
         banks: dict[str, int] = {}
@@ -210,16 +226,16 @@ class _Plan:
                 pages: list[tuple[Row, ...]] = []
                 shapes: set[tuple[int, int]] = set()
                 for expert in range(count):
-                    parts = self._take(target, [f"{bank}.{expert}.{name}.weight" for name in projections])
+                    parts = self._take(target, [f"{bank}.{expert}.{name}.weight" for name in projections], 2)
                     pages.append(tuple(row for part in parts for row in part.pages[0]))
-                    shapes.add((parts[0].shape[1], sum(part.shape[0] for part in parts)))
+                    shapes.update((part.shape[1], sum(part.shape[0] for part in parts)) for part in parts)
                 if len(shapes) != 1:
                     raise SourceError("its experts differ in size", tensor=target)
                 shape = shapes.pop()
                 if shape[0] == shape[1]:
                     # transformers 5 tells the two orientations that it accepts apart by their shapes.
                     raise SourceError("a loader cannot tell the orientation of square fused experts", tensor=target)
-                self.tensors[target] = HfTensor(target, (count, *shape), tuple(pages), transposed=True)
+                self._put(HfTensor(target, (count, *shape), tuple(pages), transposed=True))
 
 
 def _whole(name: str, source: Stored) -> HfTensor:

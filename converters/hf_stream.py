@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from espalier_format.codec.casting import FLOAT_DTYPES, cast_floats
-from espalier_format.codec.rotation import padded
+from espalier_format.checkpoint.decoding import cast_values, decode_module_rows, decode_packed_rows
+from espalier_format.codec.casting import FLOAT_DTYPES
 from espalier_format.container.shard import CHUNK_BYTES
-from espalier_format.errors import ScaleOverflowError, SourceError
-from espalier_format.kernels.numpy_decoder import decode_rows, row_blocks
+from espalier_format.errors import SourceError
+from espalier_format.kernels.numpy_decoder import row_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,13 +32,19 @@ _DECODER_DTYPES: Final[dict[str, OutputDtype]] = {"BF16": "bfloat16", "F16": "fl
 _WIDENING: Final = ("F32", "F64")
 
 
-def written_dtype(checkpoint: Checkpoint, tensor: HfTensor, target: str) -> str:
+def written_dtype(checkpoint: Checkpoint, tensor: HfTensor, target: str | None) -> str:
     """Return the safetensors dtype that ``tensor`` is written in; ``target`` is "BF16", "F16" or "F32".
 
+    Without ``target``, which only packed modules may do, each weight has the dtype that it is decoded to.
+
     Decoded weights and plain F16 and BF16 tensors follow ``target``; every other plain tensor keeps its dtype. A
-    joined tensor takes the widest of its parts. Raises SourceError for parts that have no common dtype.
+    joined tensor takes the widest of its parts. Raises SourceError for parts that have no common dtype, or none of
+    16 bits or more.
     """
     dtypes = {_part_dtype(checkpoint, source, target) for source in tensor.sources()}
+    joined = tensor.transposed or len(list(tensor.sources())) > 1
+    if joined and not dtypes <= FLOAT_DTYPES.keys():
+        raise SourceError(f"its parts cannot be joined: they are {', '.join(sorted(dtypes))}", tensor=tensor.name)
     if len(dtypes) == 1:
         return dtypes.pop()
     wider = [dtype for dtype in _WIDENING if dtype in dtypes]
@@ -70,11 +76,11 @@ def stream_tensor(checkpoint: Checkpoint, tensor: HfTensor, dtype: str, *, threa
                 yield from map(_bytes, _row_blocks(checkpoint, row, dtype, threads))
 
 
-def _part_dtype(checkpoint: Checkpoint, source: Stored, target: str) -> str:
+def _part_dtype(checkpoint: Checkpoint, source: Stored, target: str | None) -> str:
     if source.quantized:
-        return target
+        return checkpoint.packed[source.name].dtype if target is None else target
     stored = checkpoint.tensors[source.name].dtype
-    return target if stored in _FOLLOWING_DTYPES else stored
+    return target if target is not None and stored in _FOLLOWING_DTYPES else stored
 
 
 def _plain_bytes(checkpoint: Checkpoint, source: Stored, dtype: str) -> Iterator[memoryview]:
@@ -88,13 +94,13 @@ def _plain_bytes(checkpoint: Checkpoint, source: Stored, dtype: str) -> Iterator
     end = math.prod(source.shape) * item.itemsize
     for start in range(0, end, CHUNK_BYTES):
         values = np.frombuffer(bytes(stored.data()[start : min(start + CHUNK_BYTES, end)]), item)
-        yield _bytes(cast_floats(values, stored.dtype, dtype, name=source.name))
+        yield _bytes(cast_values(stored, values, dtype))
 
 
 def _row_blocks(checkpoint: Checkpoint, row: Row, dtype: str, threads: int) -> Iterator[npt.NDArray[np.generic]]:
     """Yield blocks of rows of 2-D matrices that stand side by side."""
-    modules = [checkpoint.modules[source.name] for source in row if source.quantized]
-    block = max((module.rotation.out for module in modules), default=0)
+    modules = (checkpoint.modules.get(source.name) for source in row if source.quantized)
+    block = max((module.rotation.out for module in modules if module is not None), default=0)
     width = sum(source.shape[1] for source in row)
     for rows in row_blocks(row[0].shape[0], block, width, BLOCK_BYTES):
         parts = [_matrix_rows(checkpoint, source, dtype, rows, threads) for source in row]
@@ -110,31 +116,10 @@ def _matrix_rows(
         row_bytes = source.shape[1] * item.itemsize
         data = bytes(stored.data()[rows.start * row_bytes : rows.stop * row_bytes])
         values = np.frombuffer(data, item).reshape(-1, source.shape[1])
-        return cast_floats(values, stored.dtype, dtype, name=source.name)
-    module = checkpoint.modules[source.name]
-    suh, svh = module.scales()
-    # Rows in whole rotation blocks depend on no other columns of the trellis: only those are read, and copied,
-    # because exllamav3 stores them at odd offsets, where a whole trellis could be copied only as a whole.
-    stop = padded(rows.stop, module.rotation.out)
-    trellis: npt.NDArray[np.generic] = np.ndarray(module.trellis.shape, "<i2", buffer=module.trellis.data())
-    try:
-        return decode_rows(
-            trellis[:, rows.start // 16 : stop // 16].copy(),
-            suh,
-            svh[rows.start : stop],
-            module.codebook,
-            module.rotation.in_,
-            module.rotation.out,
-            module.in_features,
-            rows.stop - rows.start,
-            _DECODER_DTYPES[dtype],
-            slice(0, rows.stop - rows.start),
-            threads=threads,
-        )
-    except ScaleOverflowError as error:
-        raise ScaleOverflowError(
-            error.message, path=module.trellis.shard.path, tensor=source.name, expected=error.expected, got=error.got
-        ) from error
+        return cast_values(stored, values, dtype)
+    if source.name in checkpoint.packed:
+        return decode_packed_rows(checkpoint.packed[source.name], dtype, rows, threads=threads)
+    return decode_module_rows(checkpoint.modules[source.name], _DECODER_DTYPES[dtype], rows, threads=threads)
 
 
 def _bytes(values: npt.NDArray[np.generic]) -> memoryview:

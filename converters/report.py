@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class ConversionReport:
     """The outcome of one finished conversion.
 
-    ``source_format`` is "exl3" or "espalier", ``target_format`` one of these or "hf". ``modules`` counts
-    quantized linear modules, experts one by one. ``bytes_read`` is the size of the source's files that
-    went into the output, ``bytes_written`` the size of all output files with the manifest. ``files`` are
-    the output's file names, sorted. ``decode_digests`` maps module names to decode digests, and is empty
+    ``source_format`` is "exl3", "espalier" or "compressed-tensors", ``target_format`` one of the first two or "hf".
+    ``modules`` counts quantized linear modules, experts one by one. ``bytes_read`` is the size of the source's files
+    that went into the output, ``bytes_written`` the size of all output files with the manifest. ``files`` are the
+    output's file names, sorted. ``decode_digests`` maps module names to decode digests, and is empty
     unless they were asked for.
     """
 

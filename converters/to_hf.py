@@ -1,17 +1,17 @@
-"""EXL3 or Espalier to a plain Hugging Face checkpoint: every weight decoded, at its true size."""
+"""EXL3, Espalier or compressed-tensors to a plain Hugging Face checkpoint: every weight decoded, at its true size."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component, component_of
+from espalier_format.checkpoint.files import refuse_missing_tensors
 from espalier_format.container.header import tensor_bytes
 from espalier_format.container.json_document import JsonStyle
-from espalier_format.container.names import CONFIG_NAME
-from espalier_format.container.regular_file import read_regular
+from espalier_format.container.names import CONFIG_NAME, SIGNATURE_NAME
 from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+from espalier_format.converters.exl3_modules import import_modules
 from espalier_format.converters.hf_config import DtypeChoice, hf_config, target_dtype
 from espalier_format.converters.hf_layout import plan_hf_layout, refuse_inexpressible
 from espalier_format.converters.hf_stream import stream_tensor, written_dtype
@@ -19,15 +19,16 @@ from espalier_format.converters.hf_tensors import StoredModule
 from espalier_format.converters.output import manifest_bytes
 from espalier_format.converters.report import ConversionReport
 from espalier_format.errors import MissingFileError, SourceError, UnknownSizeError, UsageError
-from espalier_format.limits import MAX_JSON_BYTES
+from espalier_format.kernels.ordered_map import processors
 from espalier_format.progress import NullProgress, Progress
-from espalier_format.schema.manifest import SIGNATURE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from espalier_format.checkpoint.base import Checkpoint
+    from espalier_format.checkpoint.module import QuantizedModule
+    from espalier_format.checkpoint.packed_module import PackedModule
     from espalier_format.converters.hf_tensors import HfTensor
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
@@ -63,7 +64,9 @@ def to_hf(
 ) -> ConversionReport:
     """Write a checkpoint that the architecture's own loader reads; needs neither torch nor transformers.
 
-    ``dtype`` "source" is what config.json states (BF16 where it states none), the others name a dtype.
+    ``dtype`` "source" is what config.json states (BF16 where it states none), the others name a dtype. Of a
+    compressed-tensors checkpoint "source" is the dtype that compressed-tensors gives each weight, its scale's, and all
+    other tensors are copied; another dtype is a cast of that weight.
 
     * Quantized weights: rounded once, to nearest even, from the exact value (spec/rotation.md); shape (out, in)
       without padding.
@@ -81,9 +84,12 @@ def to_hf(
     whatever the size of the model. On any error the destination is as it was before (`CheckpointWriter`).
 
     Raises:
-        UnknownSizeError: the true size of a module is not known; nothing has been written.
+        UnknownSizeError: the true size of a module is not known, or its EXL3 tensors go beyond the one that is
+            stated; nothing has been written.
         SourceError: the checkpoint is not quantized, or holds something that plain weights cannot express: a scale
             baked in by exllamav3, a row table, parts that do not fit together; nothing has been written.
+        IndexMismatchError: the index of a compressed-tensors checkpoint names a tensor that no shard holds.
+        ShapeError: a compressed-tensors module contradicts itself.
         MissingFileError: there is no config.json.
         ScaleOverflowError: a finite value is too large for the dtype; the tensor is named.
         NonFiniteScaleError: a scale is infinite or NaN.
@@ -98,13 +104,17 @@ def to_hf(
         raise UsageError("the shard limit must be positive", got=max_shard_bytes)
     refuse_inexpressible(source.config, source.modules, source.plain, from_exl3=_from_exl3(source))
     _refuse_padded(source)
+    _refuse_contradicted(source)
+    if source.packed:
+        refuse_missing_tensors(source)
+    stored: Mapping[str, QuantizedModule | PackedModule] = {**source.modules, **source.packed}
     modules = {
         name: StoredModule(module.in_features, module.out_features, None if module.bias is None else module.bias.name)
-        for name, module in source.modules.items()
+        for name, module in stored.items()
     }
     plain = {name: source.tensors[name].shape for name in source.plain}
     layout = plan_hf_layout(source.config, modules, plain)
-    target = target_dtype(source.config, dtype)
+    target = None if source.packed and dtype == "source" else target_dtype(source.config, dtype)
     tensors = [
         Written(tensor, written_dtype(source, tensor, target)) for tensor in _in_source_order(source, layout.tensors)
     ]
@@ -112,7 +122,7 @@ def to_hf(
 
     progress = progress or NullProgress()
     progress.start(sum(written.nbytes for written in tensors), "to Hugging Face")
-    threads = threads or min(os.cpu_count() or 1, _MAX_THREADS)
+    threads = threads or min(processors(), _MAX_THREADS)
     copied = _copied_files(source)
     with CheckpointWriter(destination, force=force, sources=[source.folder.root]) as writer:
         shards = _shards(tensors, max_shard_bytes)
@@ -120,7 +130,7 @@ def to_hf(
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             writer.add_shard(name, [_planned(source, tensor, threads, progress) for tensor in shard], _METADATA)
         for name in copied:
-            writer.add_copy(name, source.folder.resolve(name))
+            writer.add_copy(name, source.folder.path_of(name))
         writer.add_bytes(CONFIG_NAME, config)
         records = writer.finish(index=len(shards) > 1, manifest=manifest_bytes)
     progress.finish()
@@ -129,7 +139,7 @@ def to_hf(
         destination=destination,
         source_format=source.format,
         target_format="hf",
-        modules=len(source.modules),
+        modules=len(source.modules) + len(source.packed),
         bytes_read=_bytes_read(source, copied),
         bytes_written=sum(record.size for record in records.values()),
         files=tuple(sorted(records)),
@@ -152,6 +162,21 @@ def _refuse_padded(source: Checkpoint) -> None:
     )
 
 
+def _refuse_contradicted(source: Checkpoint) -> None:
+    """Refuse to cut off what is no padding: EXL3 tensors that hold more than config.json says."""
+    if source.format != "exl3":
+        return
+    imported, warnings = import_modules(source)
+    for name, sizes in imported.items():
+        if sizes.size_source == "padded":
+            what = warnings[0].removeprefix("padded size kept: ")
+            raise UnknownSizeError(
+                f"{what}, which may be larger than it is said to be, and plain weights need it",
+                path=source.folder.root,
+                tensor=name,
+            )
+
+
 def _from_exl3(source: Checkpoint) -> bool:
     origin = None if source.quantization is None else source.quantization.source
     return source.format == "exl3" or (origin is not None and origin.format == "exl3")
@@ -162,17 +187,21 @@ def _in_source_order(source: Checkpoint, tensors: Iterable[HfTensor]) -> list[Hf
     position = {name: number for number, name in enumerate(source.tensors)}
 
     def first(tensor: HfTensor) -> tuple[int, str]:
-        stored = (source.modules[s.name].trellis.name if s.quantized else s.name for s in tensor.sources())
+        stored = (_weight_name(source, s.name) if s.quantized else s.name for s in tensor.sources())
         return min(position[name] for name in stored), tensor.name
 
     return sorted(tensors, key=first)
 
 
+def _weight_name(source: Checkpoint, module: str) -> str:
+    return source.packed[module].weight.name if module in source.packed else source.modules[module].trellis.name
+
+
 def _config_bytes(source: Checkpoint, tensors: Iterable[Written], explicit: str | None) -> bytes:
     names = (written.tensor.name for written in tensors)
     has_head = any(name.endswith(".weight") and component_of(name) is Component.HEAD for name in names)
-    text = read_regular(source.folder.resolve(CONFIG_NAME), MAX_JSON_BYTES)
-    return JsonStyle.detect(text).dumps(hf_config(source.config, explicit_dtype=explicit, has_head=has_head))
+    style = JsonStyle.of_file(source.folder.path_of(CONFIG_NAME))
+    return style.dumps(hf_config(source.config, explicit_dtype=explicit, has_head=has_head))
 
 
 def _copied_files(source: Checkpoint) -> tuple[str, ...]:
@@ -185,7 +214,7 @@ def _copied_files(source: Checkpoint) -> tuple[str, ...]:
 def _bytes_read(source: Checkpoint, copied: Sequence[str]) -> int:
     names = (CONFIG_NAME, *copied)
     return sum(shard.header.file_size for shard in source.shards) + sum(
-        source.folder.resolve(name).stat().st_size for name in names
+        source.folder.path_of(name).stat().st_size for name in names
     )
 
 

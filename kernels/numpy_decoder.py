@@ -15,7 +15,6 @@ before Python starts, or use threadpoolctl.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import log2
 from typing import Any, Final
 
 import numpy as np
@@ -147,7 +146,7 @@ def decode_rows(
     result = np.empty((stop - start, in_features), storage_dtype(dtype))
     values = codebook.codes.astype(np.float64)
     # log2 of what stands under the root: both block sizes, and 4 for a value_scale of one half.
-    root_exponent = (max(rotation_in, 1) * max(rotation_out, 1)).bit_length() - 1 - 2 * int(log2(codebook.value_scale))
+    root_exponent = (max(rotation_in, 1) * max(rotation_out, 1)).bit_length() - 1 - 2 * codebook.scale_exponent
 
     def decode(block: tuple[int, int, int, int]) -> None:
         top, bottom, left, right = block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +26,27 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int
     if threads == 1 or len(todo) < 2:
         yield from map(work, todo)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        ahead: deque[Future[Result]] = deque()
-        for item in todo:
-            ahead.append(pool.submit(work, item))
-            if len(ahead) > threads:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for future in submitted(pool, work, todo, threads):
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def submitted(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item], ahead: int
+) -> Iterator[Future[Result]]:
+    """Submit ``work`` for each item and yield the futures in order; at most ``ahead`` + 1 are not yet yielded."""
+    queued: deque[Future[Result]] = deque()
+    for item in items:
+        queued.append(pool.submit(work, item))
+        if len(queued) > ahead:
+            yield queued.popleft()
+    while queued:
+        yield queued.popleft()
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,9 @@ int32, which every back end has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -31,7 +33,7 @@ from espalier_format.kernels.windows import places, window_starts
 try:
     import torch
 except ImportError as error:
-    raise DependencyError("decoding with torch needs torch: pip install 'espalier-format[torch]'") from error
+    raise DependencyError("decoding to a device needs torch: pip install torch") from error
 
 
 class Tolerance(NamedTuple):
@@ -50,11 +52,14 @@ TOLERANCE: Final[Mapping[str, Tolerance]] = MappingProxyType(
 )
 """How far a decoded weight may be from the exact one, by output dtype: proved, not measured.
 
-It is far inside what spec/rotation.md §6 allows. The sums are exact; the product with both scales and the root has
-a relative error below 2^-51 in float64. Then torch rounds to float32 (half an ulp: 2^-24 of the value) and, for the
-narrow dtypes, again (2^-11 or 2^-8; for subnormal float16 half their spacing, 2^-25). In particular a result is the
-correctly rounded one or, next to a midpoint of two neighbours, the other of the two. float32 and bfloat16 cannot
-underflow. An exact zero gives +0.0.
+It is far inside what spec/rotation.md §6 allows. The sums are exact; the root, its quotient and the products with it
+and both scales are five correctly rounded operations in float64, with a relative error below 5.01 * 2^-53 together.
+Then torch rounds to float32 (half an ulp: 2^-24 of the value) and, for the narrow dtypes, again (2^-11 or 2^-8; for
+subnormal float16 half their spacing, 2^-25). In particular a result is the correctly rounded one or, next to a midpoint
+of two neighbours, the other of the two. float32 and bfloat16 cannot underflow. An exact zero gives +0.0.
+
+Assumed are float64 matrix products that are exact where every partial sum is, as on CPUs and in the float64 units of
+GPUs; no float64 product emulated by narrower ones is covered.
 """
 
 _CPU_BLOCK: Final = (512, 1024, 128)
@@ -75,7 +80,7 @@ def decode_codes(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     """
     _check_trellis(trellis, codebook)
     padded_in, padded_out = padded_size(tuple(trellis.shape))
-    table = torch.from_numpy(codebook.codes.copy()).to(trellis.device)
+    table = _code_table(codebook, trellis.device)
     result = torch.empty((padded_in, padded_out), dtype=table.dtype, device=trellis.device)
     height, length, _ = _block_size(trellis)
     for top in range(0, padded_in, height):
@@ -104,7 +109,8 @@ def decode_weight(
     ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,), all on one
     device; the rotation blocks are 0, 32, 64, 128 or 256; ``dtype`` is a name or the torch dtype. The result has
     shape (out_features, in_features) and is contiguous. Beyond it, memory is bounded by a block: about 4 MB on a
-    CPU, 150 MB on a GPU. Waits for the device, to check scales and overflow.
+    CPU, 150 MB on a GPU. Waits for the device once, at the end, to check scales and overflow. Tables and Hadamard
+    matrices stay on the device: some MB for the codebooks used last.
 
     Raises DtypeError, ShapeError, NonFiniteScaleError, ScaleOverflowError when a weight is too large for
     float16, and UsageError for an unknown dtype or rotation block.
@@ -116,16 +122,18 @@ def decode_weight(
     check_true_size(padded_in, padded_out, in_features, out_features)
     _check_scales("suh", suh, padded_in)
     _check_scales("svh", svh, padded_out)
+    # Looked at when all work is queued: the device is waited for once.
+    bad = [~torch.isfinite(suh).all(), ~torch.isfinite(svh).all()]
 
     device = trellis.device
-    values = torch.from_numpy(codebook.codes.astype("float64")).to(device)
-    norm = codebook.value_scale / (max(rotation_in, 1) * max(rotation_out, 1)) ** 0.5
+    values = _value_table(codebook, device)
+    norm = codebook.value_scale / math.sqrt(max(rotation_in, 1) * max(rotation_out, 1))
     row_scales = svh.to(torch.float64).unsqueeze(1)
     column_scales = suh.to(torch.float64) * norm
 
     result = torch.empty((out_features, in_features), dtype=target, device=device)
-    between_in, within_in = (torch.tensor(factor, device=device) for factor in kronecker_factors(rotation_in))
-    between_out, within_out = (torch.tensor(factor, device=device) for factor in kronecker_factors(rotation_out))
+    between_in, within_in = _factors(rotation_in, device)
+    between_out, within_out = _factors(rotation_out, device)
     band, length, height = _block_size(trellis)
     height = max(height, rotation_out)
     for top in range(0, padded(out_features, rotation_out), band):
@@ -150,9 +158,32 @@ def decode_weight(
                 sums *= column_scales[left : left + columns]
                 sums += 0.0  # -0.0 becomes +0.0
                 target_part.copy_(sums)
-    if target == torch.float16 and bool(torch.isinf(result).any()):
+    if target == torch.float16:
+        bad.append(torch.isinf(result).any())
+    bad_suh, bad_svh, *overflow = torch.stack(bad).tolist()
+    for name, is_bad in (("suh", bad_suh), ("svh", bad_svh)):
+        if is_bad:
+            raise NonFiniteScaleError(f"{name} holds an infinity or a NaN")
+    if any(overflow):
         raise ScaleOverflowError("a weight is too large for float16: its scales carry it past 65504")
     return result
+
+
+@lru_cache(maxsize=16)
+def _code_table(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(codebook.codes.copy()).to(device)
+
+
+@lru_cache(maxsize=16)
+def _value_table(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    """Return the codes as float64: 512 KiB."""
+    return torch.from_numpy(codebook.codes.astype("float64")).to(device)
+
+
+@lru_cache(maxsize=16)
+def _factors(block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    between, within = kronecker_factors(block)
+    return torch.from_numpy(between.copy()).to(device), torch.from_numpy(within.copy()).to(device)
 
 
 def _unpack_to(trellis: torch.Tensor, states: torch.Tensor) -> None:
@@ -203,5 +234,3 @@ def _check_scales(name: str, scales: torch.Tensor, size: int) -> None:
         raise DtypeError(f"{name} must be float16", expected="float16", got=scales.dtype)
     if tuple(scales.shape) != (size,):
         raise ShapeError(f"{name} does not fit the trellis", expected=(size,), got=tuple(scales.shape))
-    if not bool(torch.isfinite(scales).all()):
-        raise NonFiniteScaleError(f"{name} holds an infinity or a NaN")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from espalier_format.errors import MissingTensorError
 
@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import numpy as np
+    import torch
 
     from espalier_format.checkpoint.module import QuantizedModule
+    from espalier_format.checkpoint.packed_module import PackedModule
     from espalier_format.checkpoint.tensors import TensorRef
     from espalier_format.codec.rounding import OutputDtype
     from espalier_format.container.folder import CheckpointFolder
     from espalier_format.container.shard import Shard
     from espalier_format.schema.config import QuantizationConfig
 
-Format = Literal["espalier", "exl3", "plain"]
+Format = Literal["espalier", "exl3", "compressed-tensors", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Checkpoint:
     Espalier checkpoint only. ``tensors`` holds all tensors in shard order, ``modules`` all quantized
     modules, experts included, in the order of their trellis tensors; ``plain`` names the tensors that
     belong to no quantized module; ``other_files`` the files that are no shard, index, config.json or
-    manifest. ``warnings`` are lines for a person about what was found and does no harm.
+    manifest. ``warnings`` are lines for a person about what was found and does no harm. ``packed`` holds the
+    quantized modules of a compressed-tensors checkpoint, which has no ``modules``: integers are no trellis.
 
     Reading is lazy and memory-mapped; reading from several threads is safe, closing meanwhile is not. The
     files must not be changed while the checkpoint is open.
@@ -60,6 +63,13 @@ class Checkpoint:
     plain: tuple[str, ...]
     other_files: tuple[str, ...]
     warnings: tuple[str, ...]
+    packed: Mapping[str, PackedModule] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        modules = len(self.modules) + len(self.packed)
+        counts = ((modules, "quantized module"), (len(self.tensors), "tensor"), (len(self.shards), "shard"))
+        listed = ", ".join(f"{number:,} {noun}{'' if number == 1 else 's'}" for number, noun in counts)
+        return f"<Checkpoint {self.folder.root}: {self.format}, {listed}>"
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +104,16 @@ class Checkpoint:
             raise MissingTensorError("there is no tensor of this name", path=self.folder.root, tensor=name)
         return self.tensors[name].array()
 
-    def decode(self, name: str, dtype: OutputDtype = "float32", device: str | None = None) -> Any:
+    @overload
+    def decode(self, name: str, dtype: OutputDtype = "float32", device: None = None) -> np.ndarray: ...
+
+    @overload
+    def decode(self, name: str, dtype: OutputDtype, device: str | torch.device) -> torch.Tensor: ...
+
+    @overload
+    def decode(self, name: str, dtype: OutputDtype = "float32", *, device: str | torch.device) -> torch.Tensor: ...
+
+    def decode(self, name: str, dtype: OutputDtype = "float32", device: str | torch.device | None = None) -> Any:
         """Return a weight in full, shape (out_features, in_features), as Hugging Face checkpoints store it.
 
         ``name`` is a quantized module, or a plain floating-point tensor, which is returned in its own
@@ -106,14 +125,20 @@ class Checkpoint:
         Raises:
             MissingTensorError: there is no such module or tensor.
             NonFiniteScaleError: a scale of the module is infinite or NaN.
-            ScaleOverflowError: a weight is too large for ``dtype``.
-            UsageError: another dtype, or a plain tensor that is not floating-point.
+            ScaleOverflowError: a weight is too large for ``dtype``; names the module and its file.
+            UsageError: another dtype, a plain tensor that is not floating-point, or a device that torch cannot use.
             DependencyError: ``device`` is given, and torch is not installed.
         """
-        from espalier_format.checkpoint.decoding import decode_module, decode_plain  # noqa: PLC0415 - imports numpy
+        from espalier_format.checkpoint.decoding import (  # noqa: PLC0415 - imports numpy
+            decode_module,
+            decode_packed,
+            decode_plain,
+        )
 
         if name in self.modules:
             return decode_module(self.modules[name], dtype, device)
+        if name in self.packed:
+            return decode_packed(self.packed[name], dtype, device)
         if name not in self.tensors:
             raise MissingTensorError(
                 "there is no quantized module and no tensor of this name", path=self.folder.root, tensor=name
@@ -131,13 +156,21 @@ class Checkpoint:
         module = self.module(name)
         return decode_codes(module.trellis.array(), module.codebook)
 
-    def digest(self, name: str) -> str:
+    def digest(self, name: str, device: str | None = None) -> str:
         """Return a module's decode digest, in hexadecimal (``spec/manifest.md`` §4); memory stays bounded.
+
+        It is decoded by numpy or, with ``device``, e.g. "cuda", by torch on that device.
 
         Raises:
             MissingTensorError: there is no quantized module of that name.
+            UsageError: torch cannot use ``device``.
+            DependencyError: ``device`` is given, and torch is not installed.
         """
+        module = self.module(name)
+        if device is not None:
+            from espalier_format.kernels import torch_digest  # noqa: PLC0415 - needs torch
+
+            return torch_digest.decode_digest(module.trellis.view(), module.codebook, device)
         from espalier_format.kernels.digest import decode_digest  # noqa: PLC0415 - imports numpy
 
-        module = self.module(name)
         return decode_digest(module.trellis.array(), module.codebook)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from espalier_format.checkpoint.components import NOT_DECODER, Component, component_of
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.codec.rotation import padded
-from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -54,8 +53,7 @@ def _of_config(
         for projection_name, projection in bank.projections.items():
             # The number of an expert does not change its component, so 0 stands for all of them.
             name = f"{bank_name}.0.{projection_name}"
-            for character, codebook in zip(ASSIGNMENT_ALPHABET, projection.codebooks, strict=False):
-                count = projection.assignment.count(character)
+            for codebook, count in projection.experts_per_codebook().items():
                 half_steps = get_codebook(codebook).half_steps
                 weights = projection.in_features * projection.out_features
                 yield name, count * half_steps * _stored(projection), count * weights

@@ -36,7 +36,7 @@ NOT_DECODER: Final = frozenset({Component.HEAD, Component.MTP, Component.VISION}
 
 def _part(pattern: str) -> str:
     """Return an expression that finds ``pattern`` as one whole part of a dotted name."""
-    return rf"(?:^|\.)(?:{pattern})(?:\.|$)"
+    return rf"(?:^|\.)(?:{pattern})(?:\.|\Z)"
 
 
 COMPONENT_RULES: Final[tuple[tuple[Component, str], ...]] = (
@@ -49,7 +49,7 @@ COMPONENT_RULES: Final[tuple[tuple[Component, str], ...]] = (
         ),
     ),
     (Component.MTP, _part("mtp|mtp_[a-z0-9_]+|nextn|eh_proj|enorm|hnorm|shared_head")),
-    (Component.HEAD, _part("lm_head") + r"|^head(?:\.|$)"),
+    (Component.HEAD, _part("lm_head") + r"|^head(?:\.|\Z)"),
     (
         Component.EMBEDDINGS,
         _part("embed_tokens|embed_tokens_per_layer|embeddings?|wte|wpe|tok_embeddings|word_embeddings|ngram_embedding"),

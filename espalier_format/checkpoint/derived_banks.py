@@ -1,4 +1,4 @@
-"""Find the expert banks of an EXL3 checkpoint, which has no config that names them (spec/exl3.md §5)."""
+"""Find the expert banks of a checkpoint that has no config which names them, an EXL3 one say (spec/exl3.md §5)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from espalier_format.checkpoint.base import ExpertBankView
 from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     from espalier_format.checkpoint.true_sizes import TrueSize
-    from espalier_format.codec.codebook import Codebook
 
 _LONGEST_NUMBER = 9
 
 
 def derive_banks(
-    modules: Mapping[str, tuple[Codebook, TrueSize]], plain_shapes: Mapping[str, tuple[int, ...]]
+    modules: Mapping[str, tuple[Hashable, TrueSize]], plain_shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ExpertBankView]:
     """Return the banks: modules ``<bank>.<e>.<projection>`` where ``<bank>`` ends in the part ``experts``.
 
@@ -31,20 +30,20 @@ def derive_banks(
         if found is not None:
             bank, expert, projection = found
             quantized.setdefault(bank, {}).setdefault(projection, {})[expert] = name
-    plain: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    plain: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
     for name, shape in plain_shapes.items():
         found = _expert(name[: -len(".weight")]) if name.endswith(".weight") else None
         if found is not None and found[0] in quantized:
-            plain.setdefault((found[0], found[2]), {})[found[1]] = shape
+            plain.setdefault(found[0], {}).setdefault(found[2], {})[found[1]] = shape
     banks = {}
     for bank, projections in quantized.items():
-        highest = max(expert for experts in projections.values() for expert in experts)
-        for (plain_bank, _), shapes in plain.items():
-            if plain_bank == bank:
-                highest = max(highest, *shapes)
+        beside = plain.get(bank, {})
+        numbers = [number for experts in projections.values() for number in experts]
+        numbers += [number for shapes in beside.values() for number in shapes]
+        highest = max(numbers)
         views = {}
         for projection, experts in projections.items():
-            shapes = plain.get((bank, projection), {})
+            shapes = beside.get(projection, {})
             if _is_uniform(experts, shapes, modules, highest + 1):
                 views[projection] = tuple(experts.get(expert) for expert in range(highest + 1))
         if views:
@@ -58,6 +57,8 @@ def _expert(name: str) -> tuple[str, int, str] | None:
     if len(parts) != 3 or not (parts[0] == "experts" or parts[0].endswith(".experts")):
         return None
     bank, number, projection = parts
+    if not projection or any(character < " " for character in projection):
+        return None  # a config cannot hold such a name
     canonical = number.isascii() and number.isdigit() and (number == "0" or number[0] != "0")
     return (bank, int(number), projection) if canonical and len(number) <= _LONGEST_NUMBER else None
 
@@ -65,7 +66,7 @@ def _expert(name: str) -> tuple[str, int, str] | None:
 def _is_uniform(
     experts: Mapping[int, str],
     plain: Mapping[int, tuple[int, ...]],
-    modules: Mapping[str, tuple[Codebook, TrueSize]],
+    modules: Mapping[str, tuple[Hashable, TrueSize]],
     num_experts: int,
 ) -> bool:
     """Tell whether the experts of one projection can share one entry of a bank."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from espalier_format.checkpoint.base import Checkpoint, ExpertBankView
-from espalier_format.checkpoint.files import check_index, open_shards, other_files
+from espalier_format.checkpoint.exl3_names import SCALE_KINDS
+from espalier_format.checkpoint.files import compare_index, other_files, read_index
 from espalier_format.checkpoint.module import Blocks, QuantizedModule
 from espalier_format.checkpoint.tensors import FLOATING, LazyMapping, TensorTable
 from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import padded
+from espalier_format.container.names import CONFIG_NAME
 from espalier_format.errors import (
     DtypeError,
     FormatVersionError,
@@ -33,9 +35,6 @@ VERSION_KEY: Final = "espalier_format_version"
 ESP_PREFIX: Final = "esp_"
 """What the last part of the name of every tensor starts with that the config must account for."""
 
-EXL3_SCALES: Final = ("suh", "su", "svh", "sv")
-"""Last parts of the names of EXL3's scale tensors."""
-
 
 class _Form(NamedTuple):
     """What a module, or each quantized expert of a projection, must look like."""
@@ -56,13 +55,15 @@ def open_espalier(folder: CheckpointFolder, config: Mapping[str, Any]) -> Checkp
         IndexMismatchError: the index and the shard headers differ.
         MissingTensorError, UnexpectedTensorError, DtypeError, ShapeError: config and headers differ.
     """
-    quantization = parse_quantization_config(config["quantization_config"], folder.root / "config.json")
-    shards = open_shards(folder)
+    quantization = parse_quantization_config(config["quantization_config"], folder.root / CONFIG_NAME)
+    shards = folder.open_shards()
     try:
-        stored = [name for shard in shards for name in _quantized_tensors(shard)]
+        # In the order of spec/errors.md §4: a file that is wrong twice has one code.
         table = TensorTable(shards)
+        stored = [name for shard in shards for name in _quantized_tensors(shard)]
+        index = read_index(folder)
         table.refuse_duplicates()
-        check_index(folder, shards)
+        compare_index(index, folder, shards)
         esp = set(stored)
         plain = tuple(name for name in table.infos if name not in esp)
         forms = _check_modules(quantization, table, {name for name in plain if name.endswith(".bias")})
@@ -180,19 +181,27 @@ def _check_plain_expert(name: str, projection: Projection, table: TensorTable) -
     tensor = f"{name}.weight"
     if tensor not in table.infos:
         raise MissingTensorError("the assignment says that this expert is plain, but no shard holds it", tensor=tensor)
-    shape = (projection.out_features, projection.in_features)
-    _check_tensor(tensor, frozenset({table.infos[tensor].dtype}), shape, table)
+    _check_shape(tensor, (projection.out_features, projection.in_features), table)
 
 
 def _check_tensor(tensor: str, dtypes: frozenset[str], shape: tuple[int, ...], table: TensorTable) -> None:
     info = table.infos.get(tensor)
     if info is None:
         raise MissingTensorError("quantization_config names the module, but no shard holds this tensor", tensor=tensor)
-    path = table.shards[tensor].path
     if info.dtype not in dtypes:
-        raise DtypeError("wrong dtype", path=path, tensor=tensor, expected=" or ".join(sorted(dtypes)), got=info.dtype)
-    if info.shape != shape:
-        raise ShapeError("wrong shape", path=path, tensor=tensor, expected=list(shape), got=list(info.shape))
+        expected = " or ".join(sorted(dtypes))
+        raise DtypeError(
+            "wrong dtype", path=table.shards[tensor].path, tensor=tensor, expected=expected, got=info.dtype
+        )
+    _check_shape(tensor, shape, table)
+
+
+def _check_shape(tensor: str, shape: tuple[int, ...], table: TensorTable) -> None:
+    stored = table.infos[tensor].shape
+    if stored != shape:
+        raise ShapeError(
+            "wrong shape", path=table.shards[tensor].path, tensor=tensor, expected=list(shape), got=list(stored)
+        )
 
 
 def _refuse_unexpected(stored: list[str], forms: Mapping[str, _Form], table: TensorTable) -> None:
@@ -210,7 +219,7 @@ def _refuse_exl3_modules(plain: tuple[str, ...], table: TensorTable) -> None:
     for tensor in plain:
         if tensor.endswith(".trellis") and len(table.infos[tensor].shape) == 3:
             module = tensor[: -len(".trellis")]
-            if any(f"{module}.{kind}" in table.infos for kind in EXL3_SCALES):
+            if any(f"{module}.{kind}" in table.infos for kind in SCALE_KINDS):
                 raise UnexpectedTensorError(
                     "an EXL3 module in an Espalier checkpoint", path=table.shards[tensor].path, tensor=tensor
                 )

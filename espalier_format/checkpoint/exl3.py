@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from espalier_format.checkpoint.base import Checkpoint
 from espalier_format.checkpoint.derived_banks import derive_banks
-from espalier_format.checkpoint.files import index_warnings, other_files
+from espalier_format.checkpoint.exl3_names import MODULE_KINDS, SCALE_KINDS
+from espalier_format.checkpoint.files import check_shards, other_files
 from espalier_format.checkpoint.module import Blocks, QuantizedModule
 from espalier_format.checkpoint.storage_claims import storage_warnings
 from espalier_format.checkpoint.tensors import FLOATING, LazyMapping, TensorTable
@@ -19,7 +19,6 @@ from espalier_format.errors import (
     EspalierError,
     MissingTensorError,
     ShapeError,
-    TruncatedError,
     UnexpectedTensorError,
 )
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 BLOCK: Final = 128
 """EXL3 rotates both sides in blocks of 128."""
-
-_KINDS: Final = frozenset({"trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "scale"})
 
 
 class _Parts(NamedTuple):
@@ -57,7 +54,7 @@ def has_exl3_modules(table: TensorTable) -> bool:
     return any(
         name.endswith(".trellis")
         and len(info.shape) == 3
-        and any(f"{name[: -len('trellis')]}{kind}" in table.infos for kind in ("suh", "su", "svh", "sv"))
+        and any(f"{name[: -len('trellis')]}{kind}" in table.infos for kind in SCALE_KINDS)
         for name, info in table.infos.items()
     )
 
@@ -68,18 +65,19 @@ def open_exl3(
     """Check an EXL3 checkpoint and return it; of the tensor data only codebook markers are read.
 
     ``lone`` says that a single file was given: then nothing else in its folder belongs to the checkpoint.
-    The index and quantization_config.json only lead to warnings.
+    A wrong index and quantization_config.json only lead to warnings, unless a shard is missing.
 
     Raises:
+        MissingFileError: a shard is missing, by its numbered peers or because the index lists a trellis of it.
         CodebookError: a marker holds another value than its constant, both markers are there, or the rate
             needs another codebook.
         MissingTensorError, UnexpectedTensorError, DtypeError, ShapeError: the tensors of a module do not
             fit together.
         DuplicateTensorError: two shards hold different tensors of one name.
     """
-    warnings = [*table.check_duplicates(), *(() if lone else index_warnings(folder, shards))]
+    warnings = [*table.check_duplicates(), *(() if lone else check_shards(folder, shards, table.infos, quantized=True))]
     parts = _collect(table)
-    _check_markers(parts, table)
+    warnings.extend(_check_markers(parts, table))
     claimed = {tensor for module in parts.values() for tensor in module.names}
     plain = tuple(name for name in table.infos if name not in claimed)
     sizes = resolve_true_sizes(
@@ -135,7 +133,7 @@ def _collect(table: TensorTable) -> dict[str, _Parts]:
     kinds: dict[str, dict[str, TensorInfo]] = {}
     for name, info in table.infos.items():
         module, dot, kind = name.rpartition(".")
-        if dot and kind in _KINDS:
+        if dot and kind in MODULE_KINDS:
             kinds.setdefault(module, {})[kind] = info
     modules = {}
     for name, info in table.infos.items():
@@ -151,7 +149,7 @@ def _collect(table: TensorTable) -> dict[str, _Parts]:
                     ShapeError, "a trellis has three dimensions, a row table two", info, table, got=list(info.shape)
                 )
     for module, found in kinds.items():
-        orphan = next((found[kind] for kind in ("suh", "svh", "su", "sv") if kind in found), None)
+        orphan = next((found[kind] for kind in SCALE_KINDS if kind in found), None)
         if orphan is not None:
             raise _refuse(MissingTensorError, f"there is no {module}.trellis for this tensor", orphan, table)
     return modules
@@ -221,36 +219,36 @@ def _check_bias(module: _Parts, size: TrueSize, table: TensorTable) -> None:
         raise _refuse(ShapeError, "wrong shape", bias, table, expected=[module.stored[1]], got=list(bias.shape))
 
 
-def _check_markers(modules: Mapping[str, _Parts], table: TensorTable) -> None:
-    """Raise ``CodebookError`` unless every marker holds the constant of its codebook."""
+def _check_markers(modules: Mapping[str, _Parts], table: TensorTable) -> tuple[str, ...]:
+    """Raise ``CodebookError`` unless every marker holds the constant of its codebook.
+
+    The markers of a remote checkpoint cannot be read: that they are there names the codebook, and a warning says so.
+    """
     by_shard: dict[str, list[TensorInfo]] = {}
     for module in modules.values():
         if module.marker is not None:
             by_shard.setdefault(table.shards[module.marker].name, []).append(table.infos[module.marker])
+    unread = 0
     for markers in by_shard.values():
         shard = table.shards[markers[0].name]
-        # Four bytes per module, far apart: announcing all of them first lets a cold disk fetch them together,
-        # and reading them without a memory map fetches no pages around them.
-        with shard.path.open("rb", buffering=0) as file:
-            descriptor, begin = file.fileno(), shard.header.data_start
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-                for marker in markers:
-                    os.posix_fadvise(descriptor, begin + marker.start, 4, os.POSIX_FADV_WILLNEED)
-            for marker in markers:
-                data = os.pread(descriptor, 4, begin + marker.start)
-                if len(data) != 4:
-                    raise _refuse(TruncatedError, "the file has become shorter", marker, table)
-                value, constant = int.from_bytes(data, "little"), EXL3_MARKERS[marker.name.rpartition(".")[2]]
-                if value != constant:
-                    raise _refuse(
-                        CodebookError,
-                        "the codebook has another multiplier (experimental versions of EXL3 wrote such files)",
-                        marker,
-                        table,
-                        expected=f"0x{constant:08X}",
-                        got=f"0x{value:08X}",
-                    )
+        if not shard.has_data:
+            unread += len(markers)
+            continue
+        shard.expect(markers)
+        for marker in markers:
+            value, constant = int.from_bytes(shard.read(marker), "little"), EXL3_MARKERS[marker.name.rpartition(".")[2]]
+            if value != constant:
+                raise _refuse(
+                    CodebookError,
+                    "the codebook has another multiplier (experimental versions of EXL3 wrote such files)",
+                    marker,
+                    table,
+                    expected=f"0x{constant:08X}",
+                    got=f"0x{value:08X}",
+                )
+    if not unread:
+        return ()
+    return (f"{unread:,} codebook markers are not read from afar: that they are there names the codebook",)
 
 
 def _refuse(

@@ -4,85 +4,101 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from espalier_format.container.index import INDEX_NAME, Index, IndexDifference
-from espalier_format.container.json_document import read_json_object
-from espalier_format.container.shard import Shard
+from espalier_format.checkpoint.missing_shards import refuse_missing_modules, refuse_missing_peer
+from espalier_format.container.index import INDEX_NAME, Index, IndexDifference, IndexProblem
+from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, SIGNATURE_NAME
 from espalier_format.errors import IndexMismatchError, MalformedError, MissingFileError, PathError, SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
+    from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.container.folder import CheckpointFolder
-
-CONFIG_NAME: Final = "config.json"
-MANIFEST_NAME: Final = "espalier_manifest.json"
+    from espalier_format.container.shard import Shard
 
 _SHOWN: Final = 3
 
 
 def read_config(folder: CheckpointFolder) -> dict[str, Any] | None:
-    """Return config.json, or None where there is none; errors as ``read_json_object`` and ``resolve``."""
-    return read_json_object(folder.resolve(CONFIG_NAME)) if folder.has(CONFIG_NAME) else None
-
-
-def open_shards(folder: CheckpointFolder) -> tuple[Shard, ...]:
-    """Open all ``*.safetensors`` of the top level, in name order; none stays open when one is refused."""
-    opened: list[Shard] = []
-    try:
-        for name in folder.shard_names():
-            opened.append(Shard(folder.resolve(name), name=name))  # noqa: PERF401 - those opened must be known on error
-    except BaseException:
-        for shard in opened:
-            shard.close()
-        raise
-    return tuple(opened)
+    """Return config.json, or None where there is none; errors as ``CheckpointFolder.read_json_object``."""
+    return folder.read_json_object(CONFIG_NAME) if folder.has(CONFIG_NAME) else None
 
 
 def other_files(folder: CheckpointFolder, shards: Iterable[Shard]) -> tuple[str, ...]:
-    """Return the names of all files that are no shard, index, config.json or manifest, sorted."""
-    known = {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, *(shard.name for shard in shards)}
+    """Return the names of all files that are no shard, index, config.json, manifest or its signature, sorted."""
+    known = {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, SIGNATURE_NAME, *(shard.name for shard in shards)}
     return tuple(name for name in folder.files() if name not in known)
 
 
-def check_index(folder: CheckpointFolder, shards: Sequence[Shard]) -> None:
-    """Check that an index is there and agrees exactly with the shard headers.
+def read_index(folder: CheckpointFolder) -> Index:
+    """Return the index of an Espalier checkpoint, which must be there and of the form of ``spec/espalier-v1.md`` §4.3.
 
     Raises:
         MissingFileError: there is no index.
-        IndexMismatchError: it names other tensors or shards than there are, or another total size.
         PathError, SchemaError, MalformedError, LimitError: the index itself is refused.
     """
     path = folder.root / INDEX_NAME
     index = Index.read(folder)
     if index is None:
         raise MissingFileError("an Espalier checkpoint needs its index", path=path)
+    if type(index.metadata.get("total_size", 0)) is not int:
+        raise SchemaError("metadata.total_size must be an integer", path=path)
     nested = next((name for name in index.weight_map.values() if "/" in name), None)
     if nested is not None:
         raise PathError(f"the shard {nested[:200]!a} is not directly in the checkpoint folder", path=path)
+    return index
+
+
+def compare_index(index: Index, folder: CheckpointFolder, shards: Sequence[Shard]) -> None:
+    """Check that an index agrees exactly with the shard headers.
+
+    Raises:
+        IndexMismatchError: it names other tensors or shards than there are, or another total size.
+    """
+    path = folder.root / INDEX_NAME
     differences = _differences(index, shards)
     if differences:
+        first = differences[0]
+        if first.problem is IndexProblem.SHARD_MISSING:
+            listed = set(index.weight_map.values())
+            present = len(listed.intersection(shard.name for shard in shards))
+            detail = f"{first.description} ({present:,} of {len(listed):,} shards); is the download complete?"
+            raise IndexMismatchError(detail, path=path)
         count = len(differences) - 1
-        more = f" (and {count} more difference{'s' if count > 1 else ''})" if count else ""
-        raise IndexMismatchError(f"{differences[0]}{more}", path=path, tensor=differences[0].tensor)
+        more = f" (and {count:,} more difference{'s' if count > 1 else ''})" if count else ""
+        raise IndexMismatchError(f"{first.description}{more}", path=path, tensor=first.tensor)
     stray = {shard.name for shard in shards} - set(index.weight_map.values())
     if stray:
         raise IndexMismatchError(f"the index does not name the shard {min(stray)}", path=path)
 
 
-def index_warnings(folder: CheckpointFolder, shards: Sequence[Shard]) -> tuple[str, ...]:
-    """Compare the index, if there is one, with the shard headers, for formats where the headers win.
+def check_shards(
+    folder: CheckpointFolder, shards: Sequence[Shard], tensors: Collection[str], *, quantized: bool
+) -> tuple[str, ...]:
+    """Check that no shard is missing, for formats where the headers win; return a warning about a stale index.
+
+    ``tensors`` are the names of all tensors of ``shards``. With ``quantized`` every trellis of the index must be
+    among them. An index that agrees with the headers shows that they are all, whatever the numbers in their names.
 
     Raises:
+        MissingFileError: a shard is missing, by its numbered peers or by the index.
         PathError: the index names a file outside the folder.
         LimitError: the index exceeds a limit.
     """
+    names = {shard.name: None for shard in shards}
     try:
         index = Index.read(folder)
     except (MalformedError, SchemaError) as error:
+        refuse_missing_peer(names, None, folder.root)
         return (f"{error}; the shard headers are used",)
     if index is None:
+        refuse_missing_peer(names, None, folder.root)
         return ()
     differences = _differences(index, shards)
+    if any(not difference.informational for difference in differences):
+        refuse_missing_peer(names, index, folder.root)
+        if quantized:
+            refuse_missing_modules(index, names, tensors, folder.root)
     if not differences:
         return ()
     more = f" and {len(differences) - _SHOWN} more differences" if len(differences) > _SHOWN else ""
@@ -99,3 +115,21 @@ def _differences(index: Index, shards: Sequence[Shard]) -> list[IndexDifference]
     if index.weight_map == right and index.metadata.get("total_size", total) == total:
         return []  # the usual case, ten times as fast as finding out what differs
     return index.compare({shard.name: shard.header for shard in shards})
+
+
+def missing_tensors(checkpoint: Checkpoint) -> list[str]:
+    """Return the tensors that the index names and no shard holds, in its order; none for an index that is not read."""
+    try:
+        index = Index.read(checkpoint.folder)
+    except (MalformedError, SchemaError):
+        return []
+    return [] if index is None else [name for name in index.weight_map if name not in checkpoint.tensors]
+
+
+def refuse_missing_tensors(checkpoint: Checkpoint) -> None:
+    """Raise IndexMismatchError if the index names a tensor that no shard holds: something would be left out."""
+    missing = missing_tensors(checkpoint)
+    if missing:
+        more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        message = f"the index names this tensor{more}, but no shard holds it; is the download complete?"
+        raise IndexMismatchError(message, path=checkpoint.folder.root / INDEX_NAME, tensor=missing[0])

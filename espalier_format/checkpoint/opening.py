@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from espalier_format.checkpoint.files import CONFIG_NAME, open_shards, read_config
+from espalier_format.checkpoint.files import read_config
 from espalier_format.checkpoint.tensors import TensorTable
 from espalier_format.container.folder import SHARD_SUFFIX, CheckpointFolder
+from espalier_format.container.names import CONFIG_NAME, PROGRESS_NAME
+from espalier_format.container.regular_file import is_regular
 from espalier_format.container.shard import Shard
-from espalier_format.errors import FormatVersionError, MissingFileError, SchemaError, SourceError
+from espalier_format.errors import FormatVersionError, MissingFileError, SchemaError, SourceError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from espalier_format.checkpoint.base import Checkpoint
 
 
@@ -25,7 +23,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ``path`` is a folder of safetensors files with a config.json, or one ``.safetensors`` file. Of an
     Espalier checkpoint (``quantization_config.quant_method`` "espalier") config, index and shard headers
     must agree exactly. An EXL3 checkpoint is known by its method or, where none is stated, by its tensors;
-    anything else is "plain".
+    a compressed-tensors checkpoint by its method, without which packed weights are refused; anything else is "plain".
     A single file cannot be part of an Espalier checkpoint: the config is missing.
 
     The result holds file handles; use it as a context manager, or call ``close``.
@@ -34,29 +32,22 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         RefusedError: one of its subclasses; nothing that is wrong is skipped (``spec/errors.md``).
         InconsistentError: one of its subclasses; the checkpoint contradicts itself.
     """
-    with _collector_paused():
-        location = Path(path)
-        return _open_file(location) if location.is_file() else _open_folder(CheckpointFolder.open(location))
+    location = Path(path)
+    if str(path) == "":
+        raise UsageError('the path of the checkpoint is empty; the current folder is "."')
+    return _open_file(location) if is_regular(location) else open_folder(CheckpointFolder.open(location))
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector from walking again and again over the headers while they are read.
-
-    A checkpoint of 90,000 tensors makes as many objects that stay and form no cycles; opening it takes
-    half as long again with the collector on.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _open_folder(folder: CheckpointFolder) -> Checkpoint:
+def open_folder(folder: CheckpointFolder) -> Checkpoint:
+    """Open the checkpoint in `folder`, which may be a remote one; everything else as ``open_checkpoint``."""
+    if not folder.shard_names():
+        raise SourceError(f"the folder holds no *{SHARD_SUFFIX}", path=folder.root)
     config = read_config(folder)
+    if config is None and folder.unfinished:
+        raise MissingFileError(
+            f"holds an output that was never finished ({PROGRESS_NAME} is there); write it again with --force",
+            path=folder.root,
+        )
     block = None if config is None else config.get("quantization_config")
     if block is not None and not isinstance(block, dict):
         raise SchemaError("quantization_config must be a JSON object", path=folder.root / CONFIG_NAME)
@@ -64,10 +55,7 @@ def _open_folder(folder: CheckpointFolder) -> Checkpoint:
         from espalier_format.checkpoint.espalier import open_espalier  # noqa: PLC0415 - imports pydantic
 
         return open_espalier(folder, config)
-    shards = open_shards(folder)
-    if not shards:
-        raise SourceError(f"the folder holds no *{SHARD_SUFFIX}", path=folder.root)
-    return _open_other(folder, config, shards, lone=False)
+    return _open_other(folder, config, folder.open_shards(), lone=False)
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -81,6 +69,8 @@ def _open_other(
 ) -> Checkpoint:
     from espalier_format.checkpoint.exl3 import has_exl3_modules, open_exl3  # noqa: PLC0415 - only where needed
     from espalier_format.checkpoint.plain import open_plain  # noqa: PLC0415
+    from espalier_format.converters.compressed_tensors_modules import has_packed_tensors  # noqa: PLC0415
+    from espalier_format.converters.compressed_tensors_schemes import METHOD  # noqa: PLC0415
 
     try:
         table = TensorTable(shards)
@@ -89,6 +79,10 @@ def _open_other(
         stated = block.get("quant_method") if isinstance(block, dict) else None
         if stated == "exl3" or (stated is None and has_exl3_modules(table)):
             return open_exl3(folder, config or {}, shards, table, lone=lone)
+        if not lone and (stated == METHOD or (stated is None and has_packed_tensors(table))):
+            from espalier_format.checkpoint.compressed_tensors import open_compressed_tensors  # noqa: PLC0415
+
+            return open_compressed_tensors(folder, config or {}, shards, table)
         return open_plain(folder, config or {}, shards, table, lone=lone)
     except BaseException:
         for shard in shards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from espalier_format.checkpoint.base import Checkpoint
-from espalier_format.checkpoint.files import index_warnings, other_files
+from espalier_format.checkpoint.files import check_shards, other_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +22,13 @@ def open_plain(
 
     Raises:
         DuplicateTensorError: two shards hold different tensors of one name.
+        MissingFileError: a shard is missing, by its numbered peers.
         PathError, LimitError: of the index.
     """
-    warnings = [*table.check_duplicates(), *(() if lone else index_warnings(folder, shards))]
+    warnings = [
+        *table.check_duplicates(),
+        *(() if lone else check_shards(folder, shards, table.infos, quantized=False)),
+    ]
     block = config.get("quantization_config")
     if isinstance(block, dict):
         method = str(block.get("quant_method"))[:40]

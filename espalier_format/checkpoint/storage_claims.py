@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.codec.codebook import EXL3_MARKERS
-from espalier_format.container.json_document import read_json_object
 from espalier_format.errors import MalformedError, SchemaError
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def storage_warnings(folder: CheckpointFolder, table: TensorTable) -> tuple[str,
     if not folder.has(STORAGE_NAME):
         return ()
     try:
-        document = read_json_object(folder.resolve(STORAGE_NAME))
+        document = folder.read_json_object(STORAGE_NAME)
     except (MalformedError, SchemaError) as error:
         return (f"{error}; the file is not used",)
     storage = document.get("tensor_storage", {})

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from math import frexp
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -90,6 +91,17 @@ class Codebook:
     def halfwords_per_tile(self) -> int:
         """16-bit words that one 16x16 tile takes: the last dimension of the trellis tensor."""
         return 8 * self.half_steps
+
+    @property
+    def scale_exponent(self) -> int:
+        """The exponent e of ``value_scale`` = 2^e, which decoders rely on.
+
+        Raises CodebookError for a scale that is no power of two; `CODEBOOKS` has none.
+        """
+        mantissa, exponent = frexp(self.value_scale)
+        if mantissa != 0.5:
+            raise CodebookError(f"the value scale {self.value_scale} of {self.name} is no power of two")
+        return exponent - 1
 
     @property
     def is_grid(self) -> bool:

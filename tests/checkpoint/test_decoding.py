@@ -17,6 +17,7 @@ from builders import DEFAULT_BANKS, DEFAULT_MODULES, Draft, Exl3Module, Module, 
 
 from espalier_format.checkpoint import Checkpoint, open_checkpoint
 from espalier_format.codec.codebook import get_codebook
+from espalier_format.codec.rounding import OutputDtype
 from espalier_format.errors import (
     DependencyError,
     MissingTensorError,
@@ -124,8 +125,20 @@ def test_a_device_gives_torch_tensors(checkpoint: Checkpoint) -> None:
 def test_without_torch_a_device_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     for name in ("lm_head", "model.embed_tokens.weight"):
-        with pytest.raises(DependencyError, match="torch"):
+        with pytest.raises(DependencyError, match=r"needs torch: pip install torch$"):
             checkpoint.decode(name, "float32", "cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta", ""])
+def test_a_device_that_cannot_be_used_is_refused(checkpoint: Checkpoint, device: str) -> None:
+    """In one line that names it, whatever torch raises; "cuda" is the common case where there is no GPU."""
+    torch = pytest.importorskip("torch")
+    for wanted in {device} | (set() if torch.cuda.is_available() else {"cuda"}):
+        for name in ("lm_head", "model.embed_tokens.weight"):
+            with pytest.raises(UsageError, match=f'device "{wanted}" is not available: .'):
+                checkpoint.decode(name, "bfloat16", wanted)
+        with pytest.raises(UsageError, match="is not available"):
+            checkpoint.digest("lm_head", wanted)
 
 
 def test_plain_tensors_are_cast(checkpoint: Checkpoint, draft: Draft) -> None:
@@ -152,11 +165,26 @@ def test_refusals(tmp_path: Path) -> None:
             checkpoint.decode("huge", "int8")  # type: ignore[arg-type]
         with pytest.raises(UsageError):
             checkpoint.decode("ids")
-        with pytest.raises(ScaleOverflowError):
+        with pytest.raises(ScaleOverflowError) as overflow:
             checkpoint.decode("huge", "float16")
+        assert (overflow.value.tensor, overflow.value.path) == ("huge", str(checkpoint.tensors["huge"].shard.path))
         with pytest.raises(NonFiniteScaleError):
             checkpoint.decode("lm_head")
         assert checkpoint.digest("lm_head")
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_errors_name_the_module_and_its_file(tmp_path: Path, device: str | None) -> None:
+    if device is not None:
+        pytest.importorskip("torch")
+    draft = espalier_draft((Module("a.m", 128, 128, "int8@6"),), ())
+    for kind, scale in (("suh", 2000), ("svh", 300)):
+        draft[f"a.m.esp_{kind}"] = Tensor("F16", (128,), np.full(128, scale, "<f2").tobytes())
+    with open_checkpoint(draft.write(tmp_path)) as checkpoint:
+        with pytest.raises(ScaleOverflowError, match="too large for float16") as overflow:
+            checkpoint.decode("a.m", "float16", device) if device else checkpoint.decode("a.m", "float16")
+        assert overflow.value.tensor == "a.m"
+        assert overflow.value.path == str(checkpoint.modules["a.m"].trellis.shard.path)
 
 
 def test_an_exl3_module_decodes_like_the_same_espalier_module(tmp_path: Path) -> None:
@@ -175,3 +203,12 @@ def test_known_answers(fixtures: Path) -> None:
         for name in checkpoint.modules:
             expected = checkpoint.tensor(f"{name}.expect_inner")
             assert checkpoint.codes(name).view(np.uint16).tobytes() == expected.view(np.uint16).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_tensor_without_dimensions_on_a_device(tmp_path: Path, dtype: OutputDtype) -> None:
+    pytest.importorskip("torch")
+    draft = Draft({"model_type": "llama"}, {"model.safetensors": {"a": Tensor("BF16", (), b"\x80\x3f")}})
+    with open_checkpoint(draft.write(tmp_path)) as checkpoint:
+        value = checkpoint.decode("a", dtype, device="cpu")
+    assert (tuple(value.shape), float(value)) == ((), 1.0)

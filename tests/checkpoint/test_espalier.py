@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,16 @@ def test_an_index_that_disagrees(tmp_path: Path, draft: Draft, fault: str) -> No
     refused(draft, tmp_path, IndexMismatchError)
 
 
+def test_a_missing_shard_is_named_once(tmp_path: Path, draft: Draft) -> None:
+    """Not once for each of its tensors."""
+    draft.write(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(IndexMismatchError) as caught:
+        open_checkpoint(tmp_path)
+    said = "names model-00002-of-00002.safetensors, which is not there (1 of 2 shards); is the download complete?"
+    assert str(caught.value) == f"{tmp_path / INDEX}: {said}"
+
+
 def test_a_stray_shard(tmp_path: Path, draft: Draft) -> None:
     """Also one without any tensor, which no index can name."""
     draft.index = draft.right_index()
@@ -335,3 +347,39 @@ def test_mtp_and_vision_modules(tmp_path: Path) -> None:
         assert len(checkpoint.modules) == 4
         assert checkpoint.quantization is not None
         assert checkpoint.quantization.bits == 0.0
+
+
+def test_order_of_checks(draft: Draft, tmp_path: Path) -> None:
+    """errors.md §4: one fault more for each step, from the last to the first; always the earliest is reported."""
+    del draft[f"{Q}.esp_suh"]
+    draft.index = draft.right_index()
+    folder = draft.write(tmp_path)
+    index, config, shard = folder / INDEX, folder / "config.json", folder / next(iter(draft.metadata))
+
+    def version() -> None:
+        data = shard.read_bytes()
+        assert data.count(b'"espalier_format_version":"1"') == 1
+        shard.write_bytes(data.replace(b'"espalier_format_version":"1"', b'"espalier_format_version":"2"'))
+
+    def block() -> None:
+        config.write_text(config.read_text().replace('"format_version": 1', '"format_version": 1, "new": 0'))
+
+    def no_shards() -> None:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+
+    faults: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("missing-tensor", lambda: None),
+        ("index-mismatch", lambda: index.write_text(json.dumps({"weight_map": {}}))),
+        ("schema", lambda: index.write_text("{}")),
+        ("format-version", version),
+        ("truncated", lambda: shard.write_bytes(shard.read_bytes()[:-1])),
+        ("schema", block),
+        ("malformed", lambda: config.write_text("{")),
+        ("unsupported-source", no_shards),
+    )
+    for code, spoil in faults:
+        spoil()
+        with pytest.raises(EspalierError) as caught:
+            open_checkpoint(folder)
+        assert caught.value.code == code

@@ -18,6 +18,7 @@ from espalier_format.errors import (
     DuplicateTensorError,
     EspalierError,
     LimitError,
+    MissingFileError,
     MissingTensorError,
     NonFiniteScaleError,
     PathError,
@@ -306,6 +307,67 @@ def test_the_index_only_warns(tmp_path: Path, index: str) -> None:
         assert INDEX in checkpoint.warnings[0]
         assert "shard headers are used" in checkpoint.warnings[0]
         assert len(checkpoint.modules) == 7
+
+
+HALF = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("index", ["right", "none", "malformed"])
+@pytest.mark.parametrize("gone", ["model-00001-of-00002.safetensors", HALF])
+def test_half_a_download_is_refused(tmp_path: Path, index: str, gone: str) -> None:
+    draft = llama_draft(num_shards=2)
+    if index == "none":
+        draft.index = None
+    draft.write(tmp_path)
+    (tmp_path / gone).unlink()
+    if index == "malformed":
+        (tmp_path / INDEX).write_text("{")
+    named = f"{INDEX} names {gone}, which is" if index == "right" else f"{gone} is"
+    with pytest.raises(MissingFileError) as caught:
+        open_checkpoint(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: {named} not there (1 of 2 shards); is the download complete?"
+
+
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        ("m-00001-of-00001", None),
+        ("m-00000-of-00001", None),
+        ("m-00000-of-00002", "m-00001-of-00002"),
+        ("m-00001-of-000163", "m-00002-of-000163"),
+        ("m-00001-of-99999999", "m-00002-of-99999999"),
+        ("m-00001-of-00000", None),
+        ("m-1-of-2", None),
+    ],
+)
+def test_numbers_of_shards(tmp_path: Path, draft: Draft, present: str, missing: str | None) -> None:
+    """As writers spell them; a total that is out of this world costs nothing."""
+    draft.shards = {f"{present}.safetensors": draft.shards.popitem()[1]}
+    draft.write(tmp_path)
+    if missing is None:
+        open_checkpoint(tmp_path).close()
+    else:
+        with pytest.raises(MissingFileError, match=f"{missing}.safetensors is not there"):
+            open_checkpoint(tmp_path)
+
+
+def test_a_module_that_only_the_index_has(tmp_path: Path, draft: Draft) -> None:
+    """Whatever the shards are called: a trellis of the index must be there; a plain tensor, left over, need not."""
+    draft.index = draft.right_index()
+    draft.index["weight_map"]["model.layers.0.mlp.up_proj.weight"] = "other.safetensors"
+    open_checkpoint(draft.write(tmp_path / "stale")).close()
+    draft.index["weight_map"]["model.layers.9.mlp.up_proj.trellis"] = "model.safetensors"
+    assert "lists model.layers.9.mlp.up_proj.trellis" in refused(draft, tmp_path / "tensor", MissingFileError)
+    draft.index["weight_map"]["model.layers.9.mlp.up_proj.trellis"] = "second.safetensors"
+    assert "names second.safetensors, which is not there" in refused(draft, tmp_path / "shard", MissingFileError)
+
+
+def test_an_index_that_is_right_shows_that_nothing_is_missing(tmp_path: Path) -> None:
+    """A shard that held nothing of its own is left out of a conversion, and its number then is missing."""
+    draft = llama_draft(num_shards=2)
+    first, _ = draft.shards
+    draft.shards = {first: {name: tensor for held in draft.shards.values() for name, tensor in held.items()}}
+    open_checkpoint(draft.write(tmp_path)).close()
 
 
 def test_an_index_that_leads_out_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from espalier_format.errors import (
     PathError,
     SchemaError,
     SourceError,
+    TruncatedError,
+    UsageError,
 )
 
 
@@ -46,6 +48,35 @@ def test_a_plain_folder_without_config(tmp_path: Path, plain: Draft) -> None:
     plain.config = None
     with open_checkpoint(plain.write(tmp_path)) as checkpoint:
         assert checkpoint.config == {}
+
+
+def test_half_a_plain_download_is_refused(tmp_path: Path, plain: Draft) -> None:
+    plain.write(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(MissingFileError, match=r"model-00001-of-00002\.safetensors, which is not there"):
+        open_checkpoint(tmp_path)
+    open_checkpoint(tmp_path / "model-00002-of-00002.safetensors").close()
+
+
+def test_a_checkpoint_prints_as_one_short_line(llama_exl3: Path) -> None:
+    with open_checkpoint(llama_exl3) as checkpoint:
+        assert repr(checkpoint) == f"<Checkpoint {llama_exl3}: exl3, 15 quantized modules, 66 tensors, 1 shard>"
+
+
+def test_messages_name_the_path_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError) as caught:
+        open_checkpoint(".")
+    assert str(caught.value) == ".: the folder holds no *.safetensors"
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(TruncatedError) as caught_below:
+        open_checkpoint("there")
+    assert str(caught_below.value).startswith("there/model.safetensors: ")
+    (tmp_path / "there" / "config.json").write_text("{")
+    with pytest.raises(MalformedError) as caught_config:
+        open_checkpoint("there")
+    assert str(caught_config.value).startswith("there/config.json: ")
 
 
 def test_a_plain_file(fixtures: Path) -> None:
@@ -147,18 +178,15 @@ def test_links(tmp_path: Path) -> None:
         assert checkpoint.format == "espalier"
 
 
-def test_the_collector_is_left_as_it_was(tmp_path: Path) -> None:
-    assert gc.isenabled()
-    with pytest.raises(SourceError):
-        open_checkpoint(tmp_path)
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with pytest.raises(SourceError):
-            open_checkpoint(tmp_path)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+def test_the_collector_is_left_alone(tmp_path: Path, plain: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the program, not to a library that it calls from one of its threads."""
+
+    def refuse() -> None:
+        raise AssertionError
+
+    for name in ("disable", "enable", "freeze"):
+        monkeypatch.setattr(gc, name, refuse)
+    open_checkpoint(plain.write(tmp_path)).close()
 
 
 def test_the_package_exports_it(tmp_path: Path, plain: Draft) -> None:
@@ -192,3 +220,24 @@ def test_imports_are_lazy(tmp_path: Path, statement: str, absent: str) -> None:
     program = f"import sys; PATH = {str(folder)!r}; {statement}; print(*({set(absent.split())} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "\n"
+
+
+def test_usage_error_for_an_empty_path() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        open_checkpoint("")
+
+
+def test_missing_file_error_for_a_folder_in_which_a_writer_was_killed(tmp_path: Path, plain: Draft) -> None:
+    plain.config = None
+    plain.write(tmp_path)
+    (tmp_path / ".espalier-in-progress").mkdir()
+    with pytest.raises(MissingFileError, match="never finished"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    open_checkpoint(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 3000])
+def test_paths_that_the_system_refuses(name: str) -> None:
+    with pytest.raises(SourceError, match="cannot be read"):
+        open_checkpoint(name)

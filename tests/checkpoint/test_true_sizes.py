@@ -55,7 +55,8 @@ def stored(shapes: dict[str, Shape]) -> dict[str, Shape]:
 
 def linear_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     """(in, out) of each linear of the model that transformers builds, under the names EXL3 gives them."""
-    import torch
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     cls = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
@@ -190,6 +191,7 @@ def test_every_model_type_of_the_table_is_compared() -> None:
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_defaults_equal_the_config_classes(model_type: str) -> None:
+    pytest.importorskip("transformers")
     from transformers import CONFIG_MAPPING
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
@@ -209,6 +211,7 @@ def test_defaults_equal_the_config_classes(model_type: str) -> None:
 
 @pytest.mark.parametrize(("model_type", "text_type"), WRAPPED_TEXT.items())
 def test_wrappers_name_the_text_type_that_transformers_defaults_to(model_type: str, text_type: str) -> None:
+    pytest.importorskip("transformers")
     from transformers import CONFIG_MAPPING
 
     assert CONFIG_MAPPING[model_type]().text_config.model_type == text_type
@@ -216,6 +219,7 @@ def test_wrappers_name_the_text_type_that_transformers_defaults_to(model_type: s
 
 @pytest.mark.parametrize("model_type", VISION_MODELS)
 def test_vision_defaults_equal_the_config_classes(model_type: str) -> None:
+    pytest.importorskip("transformers")
     from transformers import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[model_type]().vision_config
@@ -307,7 +311,8 @@ def test_plain_weight_wins_over_config() -> None:
 @pytest.mark.parametrize(
     ("config", "plain", "reason"),
     [
-        ({}, {}, "model_type None is not in the table of architectures"),
+        ({}, {}, "without config.json the true sizes are unknown"),
+        ({"hidden_size": 200}, {}, "model_type None is not in the table of architectures"),
         ({"model_type": "never-heard-of"}, {}, "model_type never-heard-of is not in the table of architectures"),
         ({**LLAMA, "intermediate_size": None}, {}, "config.json does not give intermediate_size"),
         ({**LLAMA, "intermediate_size": [360, 360]}, {}, "intermediate_size in config.json is not one positive number"),
@@ -321,6 +326,31 @@ def test_what_is_not_known_keeps_the_padded_size(config: Any, plain: Any, reason
     size = resolve_true_sizes(config, {f"model.{MODULE}": (256, 384)}, plain)[f"model.{MODULE}"]
     assert (size.in_features, size.out_features, size.source) == (256, 384, "padded")
     assert reason in size.how
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", ""])
+@pytest.mark.parametrize(
+    ("tensor", "shape", "module", "reason"),
+    [
+        ("norm", (206,), MODULE, "hidden_size is 204, but {tensor} has 206"),
+        ("layers.3.input_layernorm", (205,), MODULE, "hidden_size is 204, but {tensor} has 205"),
+        ("embed_tokens", (1001, 200), MODULE, "hidden_size is 204, but {tensor} has 200"),
+        ("embed_tokens", (1002, 204), "lm_head", "vocab_size is 1001, but {tensor} has 1002"),
+        ("embed_tokens", (1002, 204), MODULE, ""),
+        ("embed_tokens", (1001, 204), "lm_head", ""),
+        ("layers.1.self_attn.q_norm", (52,), MODULE, ""),
+        ("norm", (204, 1), MODULE, ""),
+    ],
+)
+def test_plain_tensors_contradict_a_wrong_config(
+    prefix: str, tensor: str, shape: tuple[int, ...], module: str, reason: str
+) -> None:
+    """Both 204 and 206 round up to the stored 256: nothing else shows that config.json is wrong."""
+    name = prefix + module
+    plain = {f"{prefix}{tensor}.weight": shape}
+    size = resolve_true_sizes(LLAMA, {name: (256, 1024 if module == "lm_head" else 384)}, plain)[name]
+    assert size.source == ("padded" if reason else "exact")
+    assert reason.format(tensor=f"{prefix}{tensor}.weight") in size.how
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 import zlib
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 from importlib import resources
 from typing import Any
@@ -176,3 +176,11 @@ def test_codebooks_cannot_be_changed() -> None:
         CODEBOOKS["int5@4"] = codebook  # type: ignore[index]
     assert codebook.codes is get_codebook("int5@3").codes
     assert len({codebook, get_codebook("int5@3")}) == 1
+
+
+def test_scale_exponent() -> None:
+    for codebook in CODEBOOKS.values():
+        assert 2.0**codebook.scale_exponent == codebook.value_scale
+    for scale in (0.0, 0.75, 3.0):
+        with pytest.raises(CodebookError, match="power of two"):
+            _ = replace(get_codebook("e2m1@2"), value_scale=scale).scale_exponent

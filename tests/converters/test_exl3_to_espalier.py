@@ -12,6 +12,7 @@ import pytest
 from builders import INDEX, Draft, Exl3Module, Tensor, bf16, exl3_draft, llama_config, llama_modules, read_safetensors
 
 from espalier_format.checkpoint import open_checkpoint
+from espalier_format.converters.exl3_listing import tensor_list_sha256
 from espalier_format.converters.exl3_to_espalier import exl3_to_espalier
 from espalier_format.errors import (
     CodebookError,
@@ -167,7 +168,7 @@ def test_bias_of_the_true_size_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("zeros", "true_out", "word"),
-    [(64, 64, None), (10, 64, "may be larger"), (0, 64, None), (128, 64, None)],
+    [(64, 64, None), (10, 64, "padded size kept: the svh of"), (0, 64, None), (128, 64, None)],
 )
 def test_zeros_in_svh_only_cross_check(zeros: int, true_out: int, word: str | None, tmp_path: Path) -> None:
     draft = draft_with([Exl3Module(K_PROJ, 192, true_out)])
@@ -175,7 +176,8 @@ def test_zeros_in_svh_only_cross_check(zeros: int, true_out: int, word: str | No
     svh[128 - zeros :] = 0
     draft[f"{K_PROJ}.svh"] = Tensor.of(svh, "F16")
     _, block, warnings = converted(draft, tmp_path)
-    assert block["modules"][K_PROJ]["out_features"] == 64
+    entry = block["modules"][K_PROJ]
+    assert (entry["out_features"], entry["size_source"]) == ((128, "padded") if word else (64, "exact"))
     assert [word in warning for warning in warnings] == ([True] if word else [])
 
 
@@ -251,6 +253,37 @@ def test_irregular_projection_is_listed_as_modules(tmp_path: Path) -> None:
         f"{bank}.0.up_proj": "exact",
         f"{bank}.1.up_proj": "padded",
     }
+
+
+@pytest.mark.parametrize("tail", [0.0, 1.0])
+def test_a_bias_that_keeps_padded_sizes_breaks_up_a_bank_with_plain_experts(tail: float, tmp_path: Path) -> None:
+    """The plain expert has the true size, so it cannot share a projection with modules of the padded one."""
+    bank = "model.layers.0.mlp.experts"
+    draft = draft_with([Exl3Module(f"{bank}.{e}.up_proj", 192, 64, bias="F16") for e in (0, 1)])
+    for e in (0, 1):
+        values = draft[f"{bank}.{e}.up_proj.bias"].array().copy()
+        values[-1] = tail
+        draft[f"{bank}.{e}.up_proj.bias"] = Tensor.of(values, "F16")
+    draft[f"{bank}.2.up_proj.weight"] = bf16(np.ones((64, 192)))
+    draft[f"{bank}.0.up_proj.weight"] = bf16(np.ones((64, 192)))
+    draft[f"{bank}.1.up_proj.weight"] = bf16(np.ones((64, 192)))
+    folder, block, _ = converted(draft, tmp_path)
+    open_checkpoint(folder).close()
+    if tail:
+        assert block["expert_banks"] == {}
+        assert {entry["size_source"] for entry in block["modules"].values()} == {"padded"}
+    else:
+        assert block["expert_banks"][bank]["projections"]["up_proj"]["assignment"] == "00-"
+    assert block["ignore"] == [f"{bank}.2.up_proj"]
+
+
+def test_plain_modules_with_names_that_a_config_cannot_hold_are_not_ignored(tmp_path: Path) -> None:
+    draft = draft_with()
+    for name in ("a..b", "a\nb", "c"):
+        draft[f"{name}.weight"] = bf16(np.ones((2, 2)))
+    folder, block, _ = converted(draft, tmp_path)
+    assert block["ignore"] == ["c"]
+    open_checkpoint(folder).close()
 
 
 def test_embeddings_and_other_matrices_in_ignore(tmp_path: Path) -> None:
@@ -431,3 +464,27 @@ def test_single_file_and_wrong_format(qmoe_exl3: Path, tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "espalier") as espalier, pytest.raises(SourceError, match="espalier"):
         exl3_to_espalier(espalier, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("projection", ["", "x\x01"])
+def test_schema_error_for_experts_whose_names_a_config_cannot_hold(projection: str, tmp_path: Path) -> None:
+    draft = draft_with([Exl3Module(f"m.experts.0.{projection}", 128, 128)])
+    with pytest.raises(SchemaError, match="modules"):
+        convert(draft.write(tmp_path / "source"), tmp_path / "out", to="espalier")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_name_cannot_make_up_a_line_of_the_list() -> None:
+    entry = ("s", "a", "F16", (2,))
+    forged = ("s", "a\tF16\t2\ns\tb", "F16", (2,))
+    assert tensor_list_sha256([forged]) != tensor_list_sha256([entry, ("s", "b", "F16", (2,))])
+    assert tensor_list_sha256([("s", "a\\t", "F16", ())]) != tensor_list_sha256([("s", "a\t", "F16", ())])
+
+
+def test_what_finder_leaves_beside_a_shard_is_carried_along(tmp_path: Path) -> None:
+    draft = draft_with()
+    draft.files["._model.safetensors"] = b"AppleDouble"
+    folder, _, _ = converted(draft, tmp_path)
+    assert (folder / "._model.safetensors").read_bytes() == b"AppleDouble"
+    with open_checkpoint(folder) as checkpoint:
+        assert [shard.name for shard in checkpoint.shards] == ["model.safetensors"]

@@ -5,10 +5,12 @@ Whether transformers accepts the planned names is not checked here but in test_t
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from espalier_format.converters.espalier_block import is_embedding_name
 from espalier_format.converters.hf_layout import plan_hf_layout, refuse_inexpressible
 from espalier_format.converters.hf_tensors import HfLayout, HfTensor, Stored, StoredModule
 from espalier_format.errors import SourceError
@@ -190,6 +192,52 @@ def test_experts_are_fused_and_transposed_where_the_loader_wants_that() -> None:
         plan({"model_type": "qwen3_vl_moe"}, modules)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "names", "shapes"),
+    [
+        ("llama", ["down_proj.slice.0", "down_proj.slice.1"], [(3, 4, 5), (3, 4, 5)]),
+        ("llama", ["up_proj.slice.0", "up_proj.slice.1"], [(3, 4, 5), (3, 4, 5)]),
+        ("llama", ["up_proj.slice.0", "up_proj.slice.1"], [(), ()]),
+        ("llama", ["down_proj.slice.0", "down_proj.slice.1"], [(4,), (4,)]),
+        ("llama", ["down_proj.slice.0", "down_proj.slice.1"], [(4, 0), (4, 5)]),
+        ("qwen3_vl_moe", [f"experts.0.{part}_proj" for part in ("gate", "up", "down")], [(8, 4, 2)] * 3),
+        ("qwen3_vl_moe", [f"experts.0.{part}_proj" for part in ("gate", "up", "down")], [(8,), (8,), (8,)]),
+        ("qwen3_vl_moe", [f"experts.0.{part}_proj" for part in ("gate", "up", "down")], [(8, 6), (8, 7), (6, 8)]),
+    ],
+)
+def test_parts_that_are_no_matrices_or_differ_are_refused(
+    model_type: str, names: list[str], shapes: list[tuple[int, ...]]
+) -> None:
+    plain = {f"model.layers.0.mlp.{name}.weight": shape for name, shape in zip(names, shapes, strict=True)}
+    with pytest.raises(SourceError):
+        plan({"model_type": model_type}, {}, plain)
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1), (0,)])
+def test_biases_to_join_are_vectors(shape: tuple[int, ...]) -> None:
+    plain = {f"a.up_proj.slice.{n}.{kind}": s for n in (0, 1) for kind, s in (("weight", (4, 6)), ("bias", shape))}
+    with pytest.raises(SourceError, match="no vector"):
+        plan({"model_type": "llama"}, {}, plain)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "whole", "parts"),
+    [
+        ("llama", "a.up_proj", ["a.up_proj.slice.0", "a.up_proj.slice.1"]),
+        ("llama", "a.down_proj", ["a.down_proj.slice.0"]),
+        (
+            "phi3",
+            "model.layers.0.self_attn.qkv_proj",
+            [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"],
+        ),
+    ],
+)
+def test_what_is_quantized_as_a_whole_and_in_parts_is_refused(model_type: str, whole: str, parts: list[str]) -> None:
+    modules = {name: StoredModule(128, 64) for name in (whole, *parts)}
+    with pytest.raises(SourceError, match="in parts as well"):
+        plan({"model_type": model_type}, modules)
+
+
 def test_square_fused_experts_are_refused() -> None:
     modules = {f"a.mlp.experts.0.{name}_proj": StoredModule(144, 72) for name in ("gate", "up", "down")}
     with pytest.raises(SourceError, match="orientation"):
@@ -287,6 +335,22 @@ def test_baked_in_scale_is_refused_by_name(config: dict[str, object], module: st
 )
 def test_modules_without_a_baked_in_scale_pass(config: dict[str, object], module: str) -> None:
     refuse_inexpressible(config, [module], [f"{module}.weight"], from_exl3=True)
+
+
+def test_hostile_names_take_time_in_proportion_to_their_length() -> None:
+    """Expressions that look for a part anywhere, up to the end of the line, took the square of it."""
+    config = {"model_type": "dflash" * 30_000 + "\n", "attention_value_scale": 2.0}
+    modules = ["layers.47." * 30_000 + "\n", "a.experts." * 30_000 + "\n", "a" * 300_000 + "\n.o_proj"]
+    start = time.process_time()
+    with pytest.raises(SourceError, match="attention_value_scale"):
+        refuse_inexpressible(config, modules, (), from_exl3=True)
+    refuse_inexpressible({"model_type": "mimo_v2"}, modules[:2], (), from_exl3=True)
+    assert [is_embedding_name(name) for name in ("a." * 300_000 + "x\n", "a_" * 300_000, "m.embed_tokens")] == [
+        False,
+        False,
+        True,
+    ]
+    assert time.process_time() - start < 2
 
 
 def test_row_table_is_refused_by_name() -> None:

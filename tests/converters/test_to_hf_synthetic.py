@@ -128,7 +128,7 @@ def signs(draft: Draft, key: str, *, packed: bool) -> np.ndarray:
 PLAIN = {
     "model.layers.0.linear_attn.A_log": Tensor.of([1.1, -2.5], "F32"),
     "model.layers.0.mlp.gate.e_score_correction_bias": Tensor.of([0.1], "F64"),
-    "model.layers.0.input_layernorm.weight": bf16([1.5, 3.0e-6, -0.0]),
+    "model.layers.0.self_attn.q_norm.weight": bf16([1.5, 3.0e-6, -0.0]),
     "model.layers.0.mlp.gate.weight": Tensor.of([[1.0009765625, 6.0e-8]], "F16"),
     "model.layers.0.counter": Tensor.of(7, "I64"),
     "model.layers.0.table": Tensor.of([[1, 2], [3, 4]], "U8"),
@@ -220,6 +220,45 @@ def test_unknown_size_error_names_modules_and_reason_before_anything_is_written(
     assert error.code == "unknown-size"
 
 
+@pytest.mark.parametrize("kind", ["svh", "bias"])
+def test_unknown_size_error_for_values_beyond_the_stated_size(kind: str, tmp_path: Path) -> None:
+    """A config.json of too small sizes must not cut off outputs: newer files have zeros in the whole padding."""
+    name = "model.layers.0.self_attn.k_proj"
+    modules = [Exl3Module(name, 192, 64, bias="F16")]
+    draft = exl3_draft(modules, config=CONFIG)
+    for part, value in (("svh", 0.0), ("bias", 0.0)):
+        values = draft[f"{name}.{part}"].array().copy()
+        values[64:] = value
+        draft[f"{name}.{part}"] = Tensor.of(values, "F16")
+    convert(draft, tmp_path / "right")
+    values = draft[f"{name}.{kind}"].array().copy()
+    values[65] = 1
+    draft[f"{name}.{kind}"] = Tensor.of(values, "F16")
+    error = refused(draft, tmp_path / "wrong", UnknownSizeError, f"the {kind} of {name} is not zero beyond")
+    assert error.tensor == name
+
+
+def test_unknown_size_error_where_plain_tensors_contradict_config_json(tmp_path: Path) -> None:
+    draft = exl3_draft(MODULES, config=CONFIG)
+    assert draft.config is not None
+    draft.config["hidden_size"] = 190
+    refused(draft, tmp_path, UnknownSizeError, r"hidden_size is 190, but \S+ has 192")
+
+
+@pytest.mark.parametrize(
+    ("parts", "dtype", "complaint"),
+    [
+        (["mlp.down_proj.slice.0", "mlp.down_proj.slice.1"], "I32", "I32"),
+        (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "U8", "U8"),
+    ],
+)
+def test_source_error_for_integers_to_join(parts: list[str], dtype: str, complaint: str, tmp_path: Path) -> None:
+    plain = {f"model.layers.0.{part}.weight": Tensor.of(np.ones((4, 6)), dtype) for part in parts}
+    config = llama_config(model_type="phi3", dtype="bfloat16")
+    draft = exl3_draft([Exl3Module("lm_head", 192, 90)], plain, config=config)
+    refused(draft, tmp_path, SourceError, f"cannot be joined: they are {complaint}")
+
+
 def test_scale_overflow_error_names_the_module(tmp_path: Path) -> None:
     draft = exl3_draft(MODULES, config=CONFIG)
     name = f"{MODULES[3].name}.suh"
@@ -229,8 +268,9 @@ def test_scale_overflow_error_names_the_module(tmp_path: Path) -> None:
 
 
 def test_scale_overflow_error_of_a_plain_tensor(tmp_path: Path) -> None:
-    draft = exl3_draft(MODULES, {"model.norm.weight": bf16([1.0, 1.0e6])}, config=CONFIG)
-    assert refused(draft, tmp_path, ScaleOverflowError, "too large for F16", "fp16").tensor == "model.norm.weight"
+    name = "model.layers.0.self_attn.q_norm.weight"
+    draft = exl3_draft(MODULES, {name: bf16([1.0, 1.0e6])}, config=CONFIG)
+    assert refused(draft, tmp_path, ScaleOverflowError, "too large for F16", "fp16").tensor == name
 
 
 def test_non_finite_scale_error(tmp_path: Path) -> None:

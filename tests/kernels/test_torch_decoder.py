@@ -122,6 +122,21 @@ def test_precision_switches_do_not_matter(random_module: Maker) -> None:
     assert torch.equal(first.view(torch.int32), second.view(torch.int32))
 
 
+def test_tables_are_made_once(random_module: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second module of a codebook builds and uploads nothing but its own tensors."""
+    operands = tensors(random_module("int6@4", (64, 128), 128, 128))
+    first = torch_decoder.decode_weight(*operands, 128, 128, "float32")
+    codes = torch_decoder.decode_codes(operands[0], operands[3])
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError
+
+    for name in ("from_numpy", "tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, refuse)
+    assert torch.equal(torch_decoder.decode_weight(*operands, 128, 128, "float32"), first)
+    assert torch.equal(torch_decoder.decode_codes(operands[0], operands[3]), codes)
+
+
 def test_scale_overflow_error(random_module: Maker) -> None:
     module = random_module("int8@5", (128, 128), 128, 128)
     trellis, suh, svh, *rest = tensors(module)

@@ -22,6 +22,10 @@ _HEAD_OR_MTP: Final = re.compile(r"(?:(?:model|language_model|text_model)\.)*(lm
 _VISION: Final = re.compile(
     r"(?:(?:model|visual|vision_tower|vision_model)\.)+(?:encoder\.layers\.\*\.)?((?:blocks|merger|deep|self_|mlp).*)"
 )
+_STREAM: Final = re.compile(
+    r"(?:(?:model|language_model|text_model)\.)*(?:(embed_tokens)|(?:layers\.[0-9]+\.(?:input_layer|post_attention_layer))?norm)"
+    r"\.weight"
+)
 _SLICE: Final = re.compile(r"(.+\.(?:gate|up|down)_proj)\.slice\.([0-9]{1,6})")
 
 
@@ -52,9 +56,10 @@ def resolve_true_sizes(
 
     ``config`` is the content of config.json ({} where there is none), ``modules`` maps module names to
     their stored sizes (in, out), both multiples of 128, and ``plain_shapes`` maps the full names of
-    unquantized tensors to their shapes. Never fails: what cannot be known comes back as "padded".
+    unquantized tensors to their shapes, which contradict a wrong config.json: norms and embeddings have the true
+    hidden and vocabulary size. Never fails: what cannot be known comes back as "padded".
     """
-    architecture = _Architecture(config)
+    architecture = _Architecture(config, plain_shapes)
     slices = _Slices(modules)
     by_pattern: dict[tuple[str, tuple[int, int]], TrueSize] = {}
     sizes: dict[str, TrueSize] = {}
@@ -109,7 +114,8 @@ def _checked(true: tuple[int, int], how: str, stored: tuple[int, int]) -> TrueSi
 class _Architecture:
     """The layouts that one config.json selects, with its numbers."""
 
-    def __init__(self, config: Mapping[str, object]) -> None:
+    def __init__(self, config: Mapping[str, object], plain_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._is_empty = not config
         wrapper = config.get("model_type")
         nested = config.get("text_config")
         self._text = nested if isinstance(nested, dict) else config
@@ -120,15 +126,31 @@ class _Architecture:
         self._text_model = TEXT_MODELS.get(self._text_type)
         self._vision_type = str(wrapper)
         self._vision_model = VISION_MODELS.get(self._vision_type)
+        self._stated_by_tensors = _sizes_of_stream(plain_shapes)
 
     def size(self, pattern: str) -> tuple[tuple[int, int], str]:
         """Return ((in, out), how) for a module name whose indices are written ``*``."""
+        if self._is_empty:
+            raise _Unknown("without config.json the true sizes are unknown")
         for regex in (_TEXT, _HEAD_OR_MTP):
             if match := regex.fullmatch(pattern):
-                return self._look_up(match[1], self._text_type, self._text_model, self._text)
+                found = self._look_up(match[1], self._text_type, self._text_model, self._text)
+                self._check_against_tensors(match[1])
+                return found
         if match := _VISION.fullmatch(pattern):
             return self._look_up(match[1], self._vision_type, self._vision_model, self._vision)
         raise _Unknown("no rule for modules of this name")
+
+    def _check_against_tensors(self, part: str) -> None:
+        """Raise ``_Unknown`` where config.json gives a number another value than plain tensors have."""
+        model = self._text_model
+        if model is None:
+            return
+        used = {factor.strip() for side in model.layout[part] for factor in re.split("[+*]", side)}
+        for symbol, (tensor, size) in self._stated_by_tensors.items():
+            if symbol in used and _symbol(symbol, self._text, model.defaults) != size:
+                stated = _symbol(symbol, self._text, model.defaults)
+                raise _Unknown(f"config.json says that {SYMBOLS[symbol]} is {stated}, but {tensor} has {size}")
 
     @staticmethod
     def _look_up(
@@ -142,6 +164,22 @@ class _Architecture:
         inputs, outputs = shape
         size = (_evaluate(inputs, config, model.defaults), _evaluate(outputs, config, model.defaults))
         return size, f"config.json of model_type {model_type}: {inputs} -> {outputs}"
+
+
+def _sizes_of_stream(plain_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, int]]:
+    """Return what plain tensors of the text model say: symbol to the tensor's name and the size it has."""
+    found: dict[str, tuple[str, int]] = {}
+    for name, shape in plain_shapes.items():
+        match = _STREAM.fullmatch(name) if name.endswith(("norm.weight", "embed_tokens.weight")) else None
+        if match is None:
+            continue
+        if match[1] is None:
+            if len(shape) == 1:
+                found.setdefault("hidden", (name, shape[0]))
+        elif len(shape) == 2:
+            found.setdefault("vocab", (name, shape[0]))
+            found.setdefault("hidden", (name, shape[1]))
+    return found
 
 
 class _Slices:
