@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from espalier_format.checkpoint import Checkpoint, QuantizedModule, open_checkpoint
     from espalier_format.codec.codebook import CODEBOOKS, Codebook, get_codebook
     from espalier_format.errors import EspalierError
-    from espalier_format.schema import Manifest, QuantizationConfig
+    from espalier_format.schema import Manifest, QuantizationConfig, parse_manifest, parse_quantization_config
 
     __version__: str
 
@@ -30,6 +30,8 @@ __all__ = [
     "errors",
     "get_codebook",
     "open_checkpoint",
+    "parse_manifest",
+    "parse_quantization_config",
 ]
 
 _HOMES: Final = {
@@ -42,6 +44,8 @@ _HOMES: Final = {
     "QuantizedModule": "espalier_format.checkpoint",
     "get_codebook": "espalier_format.codec.codebook",
     "open_checkpoint": "espalier_format.checkpoint",
+    "parse_manifest": "espalier_format.schema",
+    "parse_quantization_config": "espalier_format.schema",
 }
 
 

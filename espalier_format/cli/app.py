@@ -23,7 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a checkpoint, or one .safetensors file.")]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Folder of a checkpoint.")]
+Anywhere = Annotated[
+    str,
+    typer.Argument(metavar="SRC", help="Folder, .safetensors file, or repository on the Hub: org/name[@revision]."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead, also for errors.")]
 
 
@@ -71,18 +75,21 @@ def common(
 
 @app.command(short_help="Show components, bits per weight, codebooks and sizes.")
 def inspect(
-    source: Source,
+    source: Anywhere,
     *,
     as_json: AsJson = False,
     experts: Annotated[bool, typer.Option("--experts", help="Show the expert widths of each layer.")] = False,
 ) -> int:
     """Show what a checkpoint holds: components, bits per weight, codebooks, expert widths, sizes.
 
-    Reads headers and configs only. SRC may be Espalier, EXL3 or any safetensors checkpoint.
+    Reads headers and configs only. SRC may be Espalier, EXL3, compressed-tensors or any safetensors checkpoint, also
+    on the Hub: what exists as a path is one (./org/name always), hf://org/name is always a repository.
     """
+    from espalier_format.cli.collector import collector_paused  # noqa: PLC0415
     from espalier_format.operations.inspect import inspect_checkpoint  # noqa: PLC0415
 
-    report = inspect_checkpoint(source)
+    with collector_paused():
+        report = inspect_checkpoint(source)
     if as_json:
         from espalier_format.cli.terminal import print_json  # noqa: PLC0415
 
@@ -96,7 +103,7 @@ def inspect(
 
 @app.command(short_help="Check structure, scales, hashes and decode digests.")
 def verify(
-    source: Source,
+    source: Anywhere,
     *,
     as_json: AsJson = False,
     deep: Annotated[
@@ -105,16 +112,31 @@ def verify(
     record: Annotated[
         bool, typer.Option("--record", help="With --deep: add the digests to the manifest that has none.")
     ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="SRC is a repository: compare it with the Hub's records, download nothing.")
+    ] = False,
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", metavar="PEM", help="Check the signature with this key, too.")
+    ] = None,
+    certificate_chain: Annotated[
+        list[Path] | None,
+        typer.Option("--certificate-chain", metavar="PEM", help="Or with these trusted certificates; may be repeated."),
+    ] = None,
 ) -> int:
     """Check a checkpoint: structure, index, bits, scales, and every size and hash of its manifest.
 
     All findings are listed. Exit code 1 if the checkpoint is readable but wrong, 2 if it had to be refused.
     """
     from espalier_format.cli.progress import open_progress  # noqa: PLC0415
-    from espalier_format.operations.verify import verify_checkpoint  # noqa: PLC0415
+    from espalier_format.operations.verify_source import verify_source  # noqa: PLC0415
 
+    trusted = None
+    if public_key is not None or certificate_chain:
+        from espalier_format.hub.signing import TrustedKey  # noqa: PLC0415
+
+        trusted = TrustedKey(public_key, tuple(certificate_chain or ()))
     with open_progress() as progress:
-        report = verify_checkpoint(source, deep=deep, record=record, progress=progress)
+        report = verify_source(source, remote=remote, deep=deep, record=record, trusted=trusted, progress=progress)
     if as_json:
         from espalier_format.cli.terminal import print_json  # noqa: PLC0415
 
@@ -129,23 +151,29 @@ def verify(
 @app.command(short_help="Convert EXL3 to Espalier and back, or to plain weights.")
 def convert(
     source: Source,
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
     *,
     to: Annotated[Target, typer.Option("--to", help="espalier and exl3 lose no bit; hf writes plain weights.")],
     dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="For --to hf: the dtype of decoded weights (source if not given).")
+        Dtype | None,
+        typer.Option(
+            "--dtype", help="For --to hf: dtype of the weights; source, the default, is what config.json states."
+        ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace DST if it holds a checkpoint that espalier-format wrote.")
+        bool, typer.Option("--force", help="Replace DST if espalier-format wrote all its files; README.md stays.")
     ] = False,
     digests: Annotated[
         bool, typer.Option("--digests", help="For --to espalier: add decode digests to the manifest.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Convert a checkpoint: EXL3 to Espalier and back without losing a bit, or either to Hugging Face weights.
+    """Convert a checkpoint: EXL3 to Espalier and back without losing a bit, or to Hugging Face weights.
 
-    DST gets a manifest with the size and SHA-256 of every file, and looks complete only when it is.
+    From compressed-tensors only --to hf is possible; each weight then has the dtype of its scale by default.
+
+    DST gets a manifest with the size and SHA-256 of every file, and looks complete only when it is. Where SRC has a
+    manifest, presence and sizes of its files are checked; whether their content is right, verify checks.
     """
     from espalier_format.cli.progress import open_progress  # noqa: PLC0415
     from espalier_format.operations.convert import convert as run_convert  # noqa: PLC0415
@@ -173,13 +201,13 @@ def convert(
 
 @app.command(short_help="Print a JSON Schema.")
 def schema(
-    document: Annotated[SchemaName, typer.Argument(help="Which document's schema.")] = SchemaName.CONFIG,
+    document: Annotated[SchemaName, typer.Argument(metavar="DOCUMENT", help="config or manifest.")] = SchemaName.CONFIG,
 ) -> int:
     """Print the JSON Schema of quantization_config (config) or of the manifest."""
-    from espalier_format.schema.json_schema import CONFIG_SCHEMA_NAME, MANIFEST_SCHEMA_NAME, schema_documents  # noqa: PLC0415
+    from espalier_format.spec import CONFIG_SCHEMA, MANIFEST_SCHEMA, read_text  # noqa: PLC0415
 
-    names = {SchemaName.CONFIG: CONFIG_SCHEMA_NAME, SchemaName.MANIFEST: MANIFEST_SCHEMA_NAME}
-    typer.echo(schema_documents()[names[document]], nl=False)
+    names = {SchemaName.CONFIG: CONFIG_SCHEMA, SchemaName.MANIFEST: MANIFEST_SCHEMA}
+    typer.echo(read_text(names[document]), nl=False)
     return 0
 
 

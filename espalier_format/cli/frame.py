@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from typing import TYPE_CHECKING
 
 import typer
 
+import espalier_format.cli.hub_commands
+import espalier_format.cli.quantize_command  # noqa: F401 - both register their commands
 from espalier_format.cli.app import PROGRAM, app
 from espalier_format.cli.terminal import print_error, print_json, print_traceback, use_safe_streams
-from espalier_format.errors import EspalierError, UsageError
+from espalier_format.cli.usage import PlainUsageCommand
+from espalier_format.errors import EspalierError, UsageError, WriteError
 from espalier_format.operations.error_document import error_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE: what a shell reports for any filter whose reader went away
-
-# The root of typer's parse errors. Releases differ in where they keep click, so it is found through a
-# class that every release exports: BadParameter < UsageError < ClickException.
-_PARSE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
 
 
 class UnexpectedError(EspalierError):
@@ -57,22 +58,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return EXIT_CLOSED_PIPE
+    except OSError as error:
+        # The library words every other failure to write itself. A command prints at its end: what is lost is the
+        # report, and not what it is about.
+        if isinstance(error, EspalierError) or error.errno not in _NO_ROOM:
+            return _report_any(error, debug=debug, as_json=as_json)
+        _drop_stdout()
+        reason = error.strerror or str(error)
+        lost = WriteError(f"cannot write the report to standard output: {reason}; the work itself is done")
+        return _report(lost, as_json=False)
     except Exception as error:  # noqa: BLE001 - the last resort: a person gets one line, not a traceback
-        if debug:
-            print_traceback(error)
-        known = error if isinstance(error, EspalierError) else UnexpectedError(error)
-        return _report(known, as_json=as_json)
+        return _report_any(error, debug=debug, as_json=as_json)
     return code
 
 
+def _report_any(error: Exception, *, debug: bool, as_json: bool) -> int:
+    if debug:
+        print_traceback(error)
+    known = error if isinstance(error, EspalierError) else UnexpectedError(error)
+    return _report(known, as_json=as_json)
+
+
 def _run(arguments: list[str]) -> int:
+    for registered in app.registered_commands:
+        registered.cls = PlainUsageCommand
     command = typer.main.get_command(app)
     try:
         with command.make_context(PROGRAM, arguments) as context:
             result: object = command.invoke(context)
     except typer.Exit as request:
         return request.exit_code
-    except _PARSE_ERROR as error:
+    except typer.TyperException as error:
         raise UsageError(_usage_message(error)) from error
     return result if isinstance(result, int) else 0
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 NOTHING = "–"
 """What stands in a table where there is no number."""
 
-FORMATS = {"espalier": "Espalier", "exl3": "EXL3", "plain": "safetensors", "hf": "Hugging Face"}
+FORMATS = {
+    "espalier": "Espalier",
+    "exl3": "EXL3",
+    "compressed-tensors": "compressed-tensors",
+    "plain": "safetensors",
+    "hf": "Hugging Face",
+}
 """Names of formats."""
 
 

@@ -26,7 +26,7 @@ def render_convert(report: ConversionReport) -> None:
         ("converted", f"{source} to {target}, {plural(report.modules, 'quantized module')}"),
         (
             "written",
-            f"{size(report.bytes_written)} in {plural(len(report.files), 'file')}, from {size(report.bytes_read)}",
+            f"{size(report.bytes_written)} in {plural(len(report.files), 'file')}; read {size(report.bytes_read)}",
         ),
     ]
     if report.decode_digests:
@@ -39,4 +39,6 @@ def render_convert(report: ConversionReport) -> None:
 
 def _next_command(report: ConversionReport) -> str:
     quoted = safe_text(shlex.quote(str(report.destination)))
-    return f"inspect {quoted}" if report.target_format == "hf" else f"verify {quoted} --deep"
+    if report.target_format == "hf":
+        return f"inspect {quoted}"
+    return f"verify {quoted} --deep" if report.decode_digests else f"verify {quoted}"

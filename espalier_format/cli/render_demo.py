@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from espalier_format.cli.console import open_console
+from espalier_format.cli.console import open_console, print_table
 from espalier_format.cli.quantities import FORMATS, bits, count, plural, size
 from espalier_format.cli.render_verify import checks_table
 from espalier_format.cli.terminal import print_error, safe_text
@@ -41,7 +41,7 @@ def render_demo(steps: Iterable[DemoStep], keep: Path | None) -> int:
         elif isinstance(step.result, ConversionReport):
             console.print(f"  {_converted(step.result)}", soft_wrap=True)
         elif isinstance(step.result, VerifyReport):
-            console.print(checks_table(step.result))
+            print_table(console, checks_table(step.result))
             problems += step.result.findings
         else:
             compared = step.result
@@ -50,9 +50,7 @@ def render_demo(steps: Iterable[DemoStep], keep: Path | None) -> int:
     problems += [DigestError("did not come back as it was", path=file.name) for file in compared if not file.identical]
     if not problems:
         total = sum(file.size for file in compared)
-        verdict = (
-            f"All {len(compared)} files, {count(total)} bytes, are identical: EXL3 to Espalier and back lost no bit."
-        )
+        verdict = f"All {len(compared)} files, {count(total)} bytes, are identical: no bit was lost."
         console.print(Text(verdict, style="bold green"), soft_wrap=True)
     else:
         console.print(Text("The demo failed: what came back is not what went in.", style="bold red"), soft_wrap=True)
@@ -89,4 +87,4 @@ def _print_files(console: Console, compared: tuple[ComparedFile, ...]) -> None:
     for file in compared:
         verdict = Text("identical", style="green") if file.identical else Text("DIFFERS", style="bold red")
         table.add_row(f"  {file.name}", size(file.size), (file.sha256 or "missing")[:_HASH_DIGITS], verdict)
-    console.print(table)
+    print_table(console, table)

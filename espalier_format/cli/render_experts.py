@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from espalier_format.cli.console import print_table
 from espalier_format.cli.quantities import NOTHING, count, plural
 from espalier_format.cli.terminal import safe_text
 from espalier_format.operations.inspect_report import PLAIN_WIDTH, width_key
@@ -44,7 +45,7 @@ def _print_histogram(console: Console, title: str, histogram: Mapping[str, Mappi
     means = [_mean(counts) for counts in histogram.values()]
     table.add_row("mean", *means, _mean(_sum(histogram)), "", style="bold")
     console.print(title)
-    console.print(table)
+    print_table(console, table)
     console.print()
 
 
@@ -68,7 +69,7 @@ def print_layers(console: Console, report: InspectReport) -> None:
             table.add_row(safe_text(layer), safe_text(projection), *cells, _mean(counts))
             layer = ""
     console.print(Text(f"expert widths by layer, {safe_text(prefix)}*{safe_text(suffix)}"), soft_wrap=True)
-    console.print(table)
+    print_table(console, table)
     console.print()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from espalier_format.cli.console import open_console
+from espalier_format.cli.console import open_console, print_table
 from espalier_format.cli.quantities import FORMATS, NOTHING, bits, count, plural, size, weights
 from espalier_format.cli.render_experts import print_layers, print_summary
 from espalier_format.cli.terminal import print_warnings, safe_text
@@ -60,9 +60,9 @@ def _summary(console: Console, report: InspectReport) -> None:
 def _average(report: InspectReport) -> str:
     parts = []
     if report.bits is not None:
-        parts.append(f"{report.bits:.2f} bits per weight ({bits(report.bits_with_scales)} with scales)")
+        parts.append(f"{bits(report.bits)} bits per weight ({bits(report.bits_with_scales)} with scales)")
     if report.head_bits is not None:
-        parts.append(f"head {report.head_bits:.2f}")
+        parts.append(f"head {bits(report.head_bits)}")
     return ", ".join(parts)
 
 
@@ -91,7 +91,9 @@ def _components(console: Console, report: InspectReport) -> None:
         size(total.bytes),
         style="bold",
     )
-    console.print(table)
+    print_table(console, table)
+    if report.padding_note is not None:
+        console.print(Text(safe_text(report.padding_note), style="dim"), soft_wrap=True)
     console.print()
 
 
@@ -130,7 +132,7 @@ def _files(console: Console, report: InspectReport) -> None:
     if rest:
         left = sum(file.size for file in report.files) - sum(file.size for file in shown)
         table.add_row(f"{count(rest)} more", size(left), style="dim")
-    console.print(table)
+    print_table(console, table)
 
 
 def _padded(console: Console, report: InspectReport) -> None:

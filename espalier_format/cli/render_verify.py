@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from espalier_format.cli.console import open_console
+from espalier_format.cli.console import open_console, print_table
 from espalier_format.cli.quantities import NOTHING, plural
 from espalier_format.cli.terminal import print_error, print_warnings, safe_text
 
@@ -21,7 +21,7 @@ def render_verify(report: VerifyReport) -> None:
     """Print the checks and the verdict on stdout, findings and warnings on stderr."""
     console = open_console()
     console.print(Text(safe_text(report.path), style="bold"), soft_wrap=True)
-    console.print(checks_table(report))
+    print_table(console, checks_table(report))
     if report.recorded:
         console.print(f"  {plural(report.recorded, 'decode digest')} added to the manifest")
     if report.findings:

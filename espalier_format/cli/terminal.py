@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 JSON_SCHEMA_VERSION = 1
 """The version of every document that ``--json`` prints; it rises when a key changes its meaning or goes away."""
+
+_POOR_ENCODING = "espalier-plain"  # name of an error handler
+_PLAIN = {"–": "-", "…": "...", "×": "x", "█": "#", "▏": "|"}
 
 
 def safe_text(text: str) -> str:
@@ -28,13 +32,25 @@ def safe_text(text: str) -> str:
 
 
 def use_safe_streams() -> None:
-    """Make stdout and stderr escape what their encoding lacks instead of raising, and exist even if closed."""
+    """Make stdout and stderr replace or escape what their encoding lacks, not raise, and exist even if closed."""
     # Python gives None for a descriptor that was closed before it started (`2>&-`).
     sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - till the end
     sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - till the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=_POOR_ENCODING)
+
+
+def _replace_own(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Replace the characters that reports are drawn with, and escape all others."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    known = "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode("ascii") for c in lacking)
+    return known, error.end
+
+
+codecs.register_error(_POOR_ENCODING, _replace_own)
 
 
 def print_json(document: Mapping[str, object]) -> None:

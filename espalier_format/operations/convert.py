@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from espalier_format.checkpoint import open_checkpoint
-from espalier_format.errors import SourceError, UsageError
+from espalier_format.container.names import MANIFEST_NAME
+from espalier_format.container.regular_file import is_regular
+from espalier_format.errors import EspalierError, SourceError, UsageError
+from espalier_format.hub.address import local_path
+from espalier_format.operations.compressed_tensors_findings import contradictions_in_words
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint import Checkpoint
+    from espalier_format.container.folder import CheckpointFolder
     from espalier_format.converters.report import ConversionReport
     from espalier_format.progress import Progress
 
 TARGETS = ("espalier", "exl3", "hf")
 _NAMES = {"espalier": "an Espalier checkpoint", "exl3": "an EXL3 checkpoint", "plain": "not quantized"}
+_REENCODE = "its integers are no trellis codes; to encode them anew: espalier-format quantize"
 
 
 def convert(
@@ -30,45 +37,74 @@ def convert(
     """Convert the checkpoint folder ``source`` to the format ``to`` in the folder ``destination``.
 
     EXL3 to Espalier and back loses no bit. "hf" writes plain weights in ``dtype`` ("source" if None) from
-    either. ``digests`` adds decode digests to the manifest of an Espalier output; ``force`` replaces a
-    destination that holds an earlier output.
+    either, and from compressed-tensors. ``digests`` adds decode digests to the manifest of an Espalier output;
+    ``force`` replaces a destination that holds an earlier output.
 
     Raises:
         UsageError: options that do not go together, or a source that has the wanted format already.
         SourceError: the source is not of a format that can be converted to ``to``.
         LossyError: an Espalier checkpoint that EXL3 cannot hold.
+        DigestError: the source has a manifest, and a file of it is missing or of another size; nothing is written.
         EspalierError: as `open_checkpoint`, `exl3_to_espalier`, `espalier_to_exl3` and `to_hf`.
     """
     if to not in TARGETS:
         raise UsageError(f"cannot convert to {to!r}; the targets are {', '.join(TARGETS)}")
     if dtype is not None and to != "hf":
-        raise UsageError("--dtype goes with --to hf only: the other conversions change no number")
+        raise UsageError('a dtype can be chosen for the target "hf" only: the other conversions change no number')
     if digests and to != "espalier":
-        raise UsageError("--digests goes with --to espalier only")
-    if Path(source).is_file():
+        raise UsageError('digests can be added for the target "espalier" only')
+    if destination == "":
+        raise UsageError('the path of the output is empty; the current folder is "."')
+    source = local_path(source, "to convert it")
+    if is_regular(source):
         raise SourceError("a single file is no checkpoint; give the folder", path=source)
     with open_checkpoint(source) as checkpoint:
         _check_pair(checkpoint, to)
+        warnings = (*_check_manifest(checkpoint.folder), *contradictions_in_words(checkpoint))
         target = Path(destination)
         if to == "hf":
             from espalier_format.converters.to_hf import to_hf  # noqa: PLC0415 - only what is needed
 
-            return to_hf(checkpoint, target, dtype=dtype or "source", force=force, progress=progress)
-        if to == "espalier":
+            report = to_hf(checkpoint, target, dtype=dtype or "source", force=force, progress=progress)
+        elif to == "espalier":
             from espalier_format.converters.exl3_to_espalier import exl3_to_espalier  # noqa: PLC0415
 
-            return exl3_to_espalier(checkpoint, target, force=force, digests=digests, progress=progress)
-        from espalier_format.converters.espalier_to_exl3 import espalier_to_exl3  # noqa: PLC0415
+            report = exl3_to_espalier(checkpoint, target, force=force, digests=digests, progress=progress)
+        else:
+            from espalier_format.converters.espalier_to_exl3 import espalier_to_exl3  # noqa: PLC0415
 
-        return espalier_to_exl3(checkpoint, target, force=force, progress=progress)
+            report = espalier_to_exl3(checkpoint, target, force=force, progress=progress)
+    return replace(report, warnings=(*warnings, *report.warnings))
+
+
+def _check_manifest(folder: CheckpointFolder) -> tuple[str, ...]:
+    """Refuse a source that lacks a file of its manifest, or holds one of another size, and return warnings.
+
+    Hashes are not compared: that takes as long as the conversion, and is what ``verify`` is for.
+    """
+    if not folder.has(MANIFEST_NAME):
+        return ()
+    from espalier_format.operations.verify_files import check_sizes, read_manifest  # noqa: PLC0415
+
+    try:
+        manifest = read_manifest(folder)
+    except EspalierError as error:
+        return (f"{error}; the sizes of the source's files have not been checked",)
+    problems = {} if manifest is None else check_sizes(folder, manifest)
+    for name in sorted(problems):
+        raise problems[name]
+    return ()
 
 
 def _check_pair(checkpoint: Checkpoint, to: str) -> None:
     if checkpoint.format == "plain":
-        raise SourceError(
-            "the checkpoint is not quantized in a format that this library reads; only Espalier and EXL3 "
-            "checkpoints can be converted",
-            path=checkpoint.folder.root,
-        )
+        only = "only Espalier and EXL3 checkpoints can be converted"
+        is_quantized = isinstance(checkpoint.config.get("quantization_config"), dict)
+        what = "not quantized in a format that this library reads" if is_quantized else "not quantized"
+        how = "" if is_quantized else "; to quantize it: espalier-format quantize"
+        raise SourceError(f"the checkpoint is {what}, and {only}{how}", path=checkpoint.folder.root)
+    if checkpoint.format == "compressed-tensors" and to != "hf":
+        message = f"a compressed-tensors checkpoint converts to hf only: {_REENCODE}"
+        raise SourceError(message, path=checkpoint.folder.root)
     if checkpoint.format == to:
         raise UsageError(f"the source is {_NAMES[to]} already", path=checkpoint.folder.root)

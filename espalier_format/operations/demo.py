@@ -10,11 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from espalier_format.container.names import MANIFEST_NAME
 from espalier_format.errors import OutputExistsError, WriteError
 from espalier_format.operations.convert import convert
 from espalier_format.operations.inspect import inspect_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
-from espalier_format.schema.manifest import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -125,9 +125,11 @@ class FileReport:
 class InspectReport:
     """Everything ``espalier-format inspect`` shows, from headers and configs alone.
 
-    ``format`` is "espalier", "exl3" or "plain"; ``quant_method`` what config.json states, if anything. ``bits`` and
+    ``format`` is "espalier", "exl3", "compressed-tensors" or "plain"; ``quant_method`` what config.json states, if
+    anything. ``bits`` and
     ``head_bits`` are computed from the modules as spec/config.md defines them, rounded to six decimals, and None
-    where nothing is quantized; ``stated_bits`` and ``stated_head_bits`` are what the config says.
+    where nothing is quantized; ``stated_bits`` and ``stated_head_bits`` are what the config says. ``padding_note``
+    explains, to a person, why they are more than the codebooks say.
     """
 
     path: str
@@ -147,6 +149,7 @@ class InspectReport:
     files: tuple[FileReport, ...]
     padded_modules: tuple[str, ...]
     warnings: tuple[str, ...]
+    padding_note: str | None = None
 
     @property
     def total(self) -> ComponentReport:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from espalier_format.checkpoint.components import component_of
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.codec.rotation import padded
-from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -74,14 +73,8 @@ def groups_of_config(quantization: QuantizationConfig) -> Iterator[ModuleGroup]:
         for projection_name, projection in bank.projections.items():
             # The number of an expert does not change its component, so expert 0 stands for all.
             component = component_of(f"{bank_name}.0.{projection_name}")
-            for codebook, experts in experts_per_codebook(projection).items():
+            for codebook, experts in projection.experts_per_codebook().items():
                 yield _group(component, projection, codebook, experts)
-
-
-def experts_per_codebook(projection: Projection) -> dict[str, int]:
-    """Return codebook name → number of experts; those stored plain are not counted."""
-    characters = zip(ASSIGNMENT_ALPHABET, projection.codebooks, strict=False)
-    return {codebook: projection.assignment.count(character) for character, codebook in characters}
 
 
 def _group(component: Component, sizes: ModuleSpec | Projection, codebook_name: str, modules: int) -> ModuleGroup:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, TypeVar
+
+from espalier_format.kernels.ordered_map import processors, submitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -38,11 +38,6 @@ class _Counter:
         return taken
 
 
-def processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def map_in_threads(
     work: Callable[[T, Callable[[int], object]], R], things: Iterable[T], progress: Progress
 ) -> Iterator[tuple[T, R]]:
@@ -53,21 +48,20 @@ def map_in_threads(
     """
     counter = _Counter()
     threads = processors()
-    queued: deque[tuple[T, Future[R]]] = deque()
+
+    def pair(thing: T) -> tuple[T, R]:
+        return thing, work(thing, counter.add)
+
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="espalier-verify")
     try:
-        for thing in things:
-            queued.append((thing, pool.submit(work, thing, counter.add)))
-            if len(queued) >= threads * _AHEAD:
-                yield _next(queued, counter, progress)
-        while queued:
-            yield _next(queued, counter, progress)
+        for future in submitted(pool, pair, things, threads * _AHEAD - 1):
+            yield _result(future, counter, progress)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _next(queued: deque[tuple[T, Future[R]]], counter: _Counter, progress: Progress) -> tuple[T, R]:
-    thing, future = queued.popleft()
+def _result(future: Future[R], counter: _Counter, progress: Progress) -> R:
+    """Wait for a result and report progress meanwhile."""
     while True:
         try:
             result = future.result(timeout=_POLL_SECONDS)
@@ -77,4 +71,4 @@ def _next(queued: deque[tuple[T, Future[R]]], counter: _Counter, progress: Progr
             progress.advance(counter.take())
         else:
             progress.advance(counter.take())
-            return thing, result
+            return result

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.bits import average_bits
 from espalier_format.container.index import Index
+from espalier_format.container.names import CONFIG_NAME
 from espalier_format.errors import BitsMismatchError, EspalierError, MalformedError
 from espalier_format.operations.verify_report import Check, judged, passed, skipped
 
@@ -84,7 +85,7 @@ def check_bits(checkpoint: Checkpoint) -> Check:
     findings: list[EspalierError] = [
         BitsMismatchError(
             f"quantization_config.{field} is not what the modules add up to",
-            path=checkpoint.folder.root / "config.json",
+            path=checkpoint.folder.root / CONFIG_NAME,
             expected=expected,
             got=got,
         )
@@ -94,12 +95,14 @@ def check_bits(checkpoint: Checkpoint) -> Check:
         )
         if expected != got
     ]
-    head = "no quantized head" if computed.head_bits is None else f"head_bits {computed.head_bits:g}"
-    return judged("bits", f"bits {computed.bits:g}, {head}", findings)
+    head = "no quantized head" if computed.head_bits is None else f"head_bits {computed.head_bits:.3f}"
+    return judged("bits", f"bits {computed.bits:.3f}, {head}", findings)
 
 
 def check_scales(checkpoint: Checkpoint, progress: Progress) -> Check:
     """Read every suh and svh; a module with an infinite or NaN scale is a ``NonFiniteScaleError`` finding."""
+    if checkpoint.packed:
+        return skipped("scales", "see packed")
     if not checkpoint.modules:
         return skipped("scales", "there are no quantized modules")
     modules = checkpoint.modules.values()

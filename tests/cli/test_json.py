@@ -79,9 +79,12 @@ def test_convert(run: Run, llama_exl3: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", ["config", "manifest"])
-def test_schema_is_the_one_in_the_specification(run: Run, document: str) -> None:
+def test_schema_is_the_one_in_the_specification(run: Run, document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not made from the models, whose schema depends on the release of pydantic."""
     from espalier_format import spec
+    from espalier_format.schema import json_schema
 
+    monkeypatch.delattr(json_schema, "schema_documents")
     text = run("schema", document).out
     assert text == Path(spec.__file__).with_name(f"espalier-v1.{document}.schema.json").read_text(encoding="utf-8")
     assert json.loads(text)["type"] == "object"

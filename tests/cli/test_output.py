@@ -6,6 +6,7 @@ That the tables look good is for eyes; here nothing may be cut off, folded or ex
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import pty
@@ -28,10 +29,13 @@ Run = Callable[..., Any]
 
 ESCAPE = "\x1b"
 COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7][0-9;]*m")
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
 HOSTILE = "evil\x1b]0;owned\x07\r\u202e\u2028[bold]x[/bold]:smile:"
 
 
-def in_terminal(columns: int, *arguments: object, stderr: int | None = None, **environment: str) -> tuple[str, int]:
+def in_terminal(
+    columns: int, *arguments: object, stderr: int | None = None, cwd: Path | None = None, **environment: str
+) -> tuple[str, int]:
     """Run the command on a terminal so wide (stderr too, if not given); return what was shown, and the code."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
@@ -40,6 +44,7 @@ def in_terminal(columns: int, *arguments: object, stderr: int | None = None, **e
     }
     process = subprocess.Popen(
         [sys.executable, "-m", "espalier_format", *map(str, arguments)],
+        cwd=cwd,
         stdin=terminal,
         stdout=terminal,
         stderr=terminal if stderr is None else stderr,
@@ -64,9 +69,10 @@ def without_styles(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_pipes_get_plain_text(run_process: Run, llama_espalier: Path) -> None:
+def test_pipes_get_plain_text(run_process: Run, llama_espalier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)  # set but empty, it is a wish to releases of rich before 14
     for arguments in (("inspect", llama_espalier), ("verify", llama_espalier, "--deep"), ("demo",)):
-        outcome = run_process(*arguments, FORCE_COLOR="", TERM="xterm-256color")
+        outcome = run_process(*arguments, TERM="xterm-256color")
         assert (outcome.code, outcome.err) == (0, "")
         assert ESCAPE not in outcome.out
         assert "\r" not in outcome.out
@@ -81,7 +87,45 @@ def test_terminals_get_styles(llama_exl3: Path) -> None:
 def test_no_color_is_honoured(qmoe_exl3: Path) -> None:
     assert COLOUR.search(in_terminal(100, "inspect", qmoe_exl3)[0])
     assert not COLOUR.search(in_terminal(100, "inspect", qmoe_exl3, NO_COLOR="1")[0])
-    assert ESCAPE not in in_terminal(100, "inspect", qmoe_exl3, TERM="dumb")[0]
+    for setting in ({"TERM": "dumb"}, {"NO_COLOR": "1"}):
+        for command in ("inspect", "verify"):
+            assert not STYLE.search(in_terminal(100, command, qmoe_exl3, **setting)[0])
+
+
+def test_no_line_ends_in_blanks_or_wraps(
+    run: Run, run_process: Run, llama_espalier: Path, qmoe_espalier: Path, tmp_path: Path
+) -> None:
+    """At 80 columns, in the demo and in what verify says of a folder without digests."""
+    for arguments in (("demo",), ("verify", ".", "--deep"), ("inspect", ".", "--experts")):
+        shown = without_styles(in_terminal(80, *arguments, cwd=qmoe_espalier)[0])
+        for line in shown.splitlines():
+            assert line == line.rstrip()
+            if "$" not in line:
+                assert len(line) <= 80
+    assert "no digests (add them: --deep --record)" in run_process("verify", qmoe_espalier, "--deep").out
+
+
+def test_summary_of_a_conversion(run: Run, llama_exl3: Path, tmp_path: Path) -> None:
+    """What was read is said to be read; and decode digests are only verified where there are some."""
+    for digests in ((), ("--digests",)):
+        out = tmp_path / f"out{len(digests)}"
+        shown = run("convert", llama_exl3, out, "--to", "espalier", *digests).out
+        assert re.search(r"written +\S+ MB in \d+ files; read \S+ MB\n", shown)
+        assert shown.endswith(f"espalier-format verify {out}{' --deep' if digests else ''}\n")
+
+
+def test_bits_are_written_in_one_way(run: Run, llama_espalier: Path) -> None:
+    for arguments in (("inspect", llama_espalier), ("verify", llama_espalier), ("demo",)):
+        assert "7.200" in run(*arguments).out
+    assert "7.20 " not in run("inspect", llama_espalier).out
+
+
+def test_help_says_what_is_true(run: Run) -> None:
+    shown = run("convert", "-h").out
+    assert shown.startswith("Usage: espalier-format convert [OPTIONS] SRC DST\n")
+    assert ".safetensors file" not in shown
+    assert "what config.json states" in " ".join(shown.split())
+    assert run("schema", "-h").out.startswith("Usage: espalier-format schema [OPTIONS] [DOCUMENT]\n")
 
 
 @pytest.mark.parametrize("columns", [30, 80, 120])
@@ -130,16 +174,20 @@ def test_reader_that_goes_away(llama_espalier: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_full_disk_behind_stdout(llama_espalier: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_full_disk_behind_stdout(llama_espalier: Path, options: list[str]) -> None:
+    """Also with --json the error is on stderr: there is no other place for it."""
     with Path("/dev/full").open("w") as full:
         process = subprocess.run(
-            [sys.executable, "-m", "espalier_format", "inspect", str(llama_espalier)],
+            [sys.executable, "-m", "espalier_format", "inspect", str(llama_espalier), *options],
             stdout=full,
             stderr=subprocess.PIPE,
             check=False,
             text=True,
         )
     assert process.returncode == 2
+    assert process.stderr.startswith("error[write-failed]: cannot write the report to standard output")
+    assert "the work itself is done" in process.stderr
     assert len(process.stderr.splitlines()) == 1
 
 
@@ -155,6 +203,8 @@ def test_poor_encodings_lose_no_report(run_process: Run, qmoe_espalier: Path, en
     outcome = run_process("inspect", qmoe_espalier, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
     assert (outcome.code, outcome.err) == (0, "")
     assert "exl3-mul1@2.5" in outcome.out
+    assert "\\u" not in outcome.out
+    assert " - " in outcome.out
 
 
 class TestHostileNames:
@@ -204,3 +254,23 @@ class TestHostileNames:
 def test_safe_text() -> None:
     assert safe_text("层 é ß [red]") == "层 é ß [red]"
     assert safe_text("a\x1b[31m\n\u202e\u2066\x9b\ud800") == r"a\x1b[31m\n\u202e\u2066\x9b\ud800"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_inspect_pauses_the_collector_and_leaves_it_as_it_was(
+    run: Callable[..., Any], llama_exl3: Path, monkeypatch: pytest.MonkeyPatch, *, enabled: bool
+) -> None:
+    from espalier_format.operations import inspect
+
+    seen: list[bool] = []
+    original = inspect.inspect_checkpoint
+    monkeypatch.setattr(inspect, "inspect_checkpoint", lambda path: (seen.append(gc.isenabled()), original(path))[1])
+    try:
+        if not enabled:
+            gc.disable()
+        assert run("inspect", llama_exl3).code == 0
+        assert run("inspect", "nowhere").code == 2
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert seen == [False, False]

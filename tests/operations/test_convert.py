@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from builders import Draft, Tensor, espalier_draft
 
-from espalier_format.errors import MissingFileError, SourceError, UsageError
+from espalier_format.errors import DigestError, MissingFileError, SourceError, UsageError
 from espalier_format.operations.convert import convert
 
 
@@ -17,9 +17,9 @@ from espalier_format.operations.convert import convert
     ("options", "words"),
     [
         ({"to": "gguf"}, "targets are espalier, exl3, hf"),
-        ({"to": "exl3", "dtype": "bf16"}, "--dtype"),
-        ({"to": "exl3", "digests": True}, "--digests"),
-        ({"to": "hf", "digests": True}, "--digests"),
+        ({"to": "exl3", "dtype": "bf16"}, "dtype can be chosen"),
+        ({"to": "exl3", "digests": True}, "digests can be added"),
+        ({"to": "hf", "digests": True}, "digests can be added"),
     ],
 )
 def test_options_that_do_not_go_together(options: Any, words: str, llama_exl3: Path, tmp_path: Path) -> None:
@@ -44,6 +44,44 @@ def test_plain_checkpoint(to: Any, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="not quantized"):
         convert(source, tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()
+
+
+def test_plain_checkpoint_of_another_method(tmp_path: Path) -> None:
+    """Only what is not quantized at all can be quantized."""
+    shards = {"model.safetensors": {"a.weight": Tensor.of(np.ones((2, 2)), "F16")}}
+    draft = Draft({"model_type": "llama"}, shards, index=None)
+    with pytest.raises(SourceError, match=r"espalier-format quantize$"):
+        convert(draft.write(tmp_path / "plain"), tmp_path / "out", to="espalier")
+    draft.config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(SourceError, match="not quantized in a format that this library reads") as caught:
+        convert(draft.write(tmp_path / "gptq"), tmp_path / "out", to="espalier")
+    assert "espalier-format quantize" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("fault", ["missing", "longer"])
+@pytest.mark.parametrize("to", ["exl3", "hf"])
+def test_source_that_is_not_what_its_manifest_says(
+    llama_exl3: Path, tmp_path: Path, name: str, fault: str, to: Any
+) -> None:
+    """Refused before anything is written. Content is not compared: a byte changed in place goes through."""
+    convert(llama_exl3, tmp_path / "espalier", to="espalier")
+    path = tmp_path / "espalier" / name
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(DigestError) as caught:
+        convert(tmp_path / "espalier", tmp_path / "out", to=to)
+    assert caught.value.path == str(path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_source_with_an_unreadable_manifest(llama_exl3: Path, tmp_path: Path) -> None:
+    convert(llama_exl3, tmp_path / "espalier", to="espalier")
+    (tmp_path / "espalier" / "espalier_manifest.json").write_text("{")
+    report = convert(tmp_path / "espalier", tmp_path / "out", to="exl3")
+    assert "the sizes of the source's files have not been checked" in report.warnings[0]
 
 
 def test_missing_source(tmp_path: Path) -> None:

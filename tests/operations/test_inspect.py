@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from builders import DEFAULT_BANKS, DEFAULT_MODULES, Exl3Module, average_bits, espalier_draft, exl3_draft
+from builders import DEFAULT_BANKS, DEFAULT_MODULES, Exl3Module, Module, average_bits, espalier_draft, exl3_draft
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.checkpoint.bits import average_bits_of
@@ -169,13 +169,26 @@ def test_unknown_sizes_are_named(tmp_path: Path) -> None:
     assert set(inspect_checkpoint(back).padded_modules) == {"mystery.widget", "mystery.gadget"}
 
 
+def test_padding_is_explained(llama_exl3: Path, tmp_path: Path) -> None:
+    """Bits above those of the codebook have a reason, which the report gives; without padding it says nothing."""
+    assert inspect_checkpoint(llama_exl3).padding_note == (
+        "bits count stored padding: lm_head is stored as 384 outputs for 320"
+    )
+    draft = espalier_draft([Module("model.layers.0.mlp.up_proj", 100, 130, "e2m1@1", (128, 64))], ())
+    assert inspect_checkpoint(draft.write(tmp_path / "both")).padding_note == (
+        "bits count stored padding: model.layers.0.mlp.up_proj is stored as 128 inputs for 100 and 192 outputs for 130"
+    )
+    draft = espalier_draft([Module("lm_head", 128, 64, "e2m1@1", (128, 64))], ())
+    assert inspect_checkpoint(draft.write(tmp_path / "none")).padding_note is None
+
+
 def test_plain_checkpoint_of_another_method(fixtures: Path, tmp_path: Path) -> None:
     shard = next((fixtures / "compressed-tensors").glob("w4a16_g128_sym.safetensors"))
     (tmp_path / "model.safetensors").write_bytes(shard.read_bytes())
-    config = {"architectures": [7], "quantization_config": {"quant_method": "compressed-tensors", "bits": float("inf")}}
+    config = {"architectures": [7], "quantization_config": {"quant_method": "quark", "bits": float("inf")}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = inspect_checkpoint(tmp_path)
-    assert (report.format, report.quant_method) == ("plain", "compressed-tensors")
+    assert (report.format, report.quant_method) == ("plain", "quark")
     assert (report.architecture, report.bits, report.head_bits, report.stated_bits) == (None, None, None, None)
     assert report.total.quantized.modules == 0
     assert report.total.bytes == tensor_bytes(tmp_path)

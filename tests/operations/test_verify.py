@@ -143,6 +143,32 @@ def test_each_hash_of_the_manifest_counts(espalier: Path) -> None:
     assert [finding.expected for finding in report.findings] == ["0" * 40, "0" * 64]
 
 
+def test_a_wrong_file_is_one_finding(espalier: Path) -> None:
+    """Though a changed byte changes both hashes. The line of the check counts the files."""
+    config = (espalier / "tokenizer.json").read_bytes()
+    (espalier / "tokenizer.json").write_bytes(bytes([config[0] ^ 1]) + config[1:])
+    (espalier / "generation_config.json").write_text("{}")
+    (espalier / "extra.txt").write_text("?")
+    report = verify_checkpoint(espalier)
+    assert [finding.message for finding in report.findings] == [
+        "the manifest does not list this file",
+        "size differs from the manifest",
+        "SHA-256 differs from the manifest",
+    ]
+    listed = len(json.loads((espalier / MANIFEST).read_text())["files"])
+    detail = next(check.detail for check in report.checks if check.name == "manifest")
+    assert detail == f"2 of {listed} files wrong; 1 not listed"
+
+
+def test_half_a_download_is_a_finding(tmp_path: Path) -> None:
+    modules = [Exl3Module("model.layers.0.mlp.up_proj", 128, 128), Exl3Module("lm_head", 128, 256)]
+    folder = exl3_draft(modules, num_shards=2).write(tmp_path / "e")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    report = verify_checkpoint(folder)
+    assert (codes(report), report.exit_code) == (["missing-file"], 2)
+    assert "is the download complete?" in report.findings[0].message
+
+
 def test_link_out_of_the_folder_is_refused(espalier: Path, tmp_path: Path) -> None:
     (tmp_path / "outside.json").write_bytes((espalier / "tokenizer.json").read_bytes())
     (espalier / "tokenizer.json").unlink()
@@ -261,8 +287,9 @@ def test_exl3_and_plain_checkpoints(qmoe_exl3: Path, fixtures: Path, tmp_path: P
     report = verify_checkpoint(qmoe_exl3, deep=True)
     assert outcomes(report) == {
         "structure": "passed", "safetensors": "passed", "index": "skipped", "bits": "skipped",
-        "scales": "passed", "manifest": "skipped", "digests": "passed",
+        "scales": "passed", "manifest": "skipped", "digests": "skipped",
     }  # fmt: skip
+    assert report.checks[-1].detail == "168 modules decode; no digests"
     plain = verify_checkpoint(fixtures / "compressed-tensors" / "w4a16_g128_sym.safetensors", deep=True)
     assert [name for name, outcome in outcomes(plain).items() if outcome == "passed"] == ["structure", "safetensors"]
     assert (plain.exit_code, plain.warnings) == (0, ())
@@ -306,6 +333,20 @@ class TestRecord:
         assert {name: data for name, data in content(espalier).items() if name != MANIFEST} == others
         assert verify_checkpoint(espalier, deep=True).exit_code == 0
 
+    def test_says_how_and_what(self, espalier: Path) -> None:
+        """That there are none and how to add them; that they were there already; that nothing was added, and why."""
+
+        def digests(**options: bool) -> tuple[str, str]:
+            check = verify_checkpoint(espalier, deep=True, **options).checks[-1]
+            return check.outcome, check.detail
+
+        self.without_digests(espalier)
+        assert digests() == ("skipped", "15 modules decode; no digests (add them: --deep --record)")
+        assert digests(record=True) == ("skipped", "15 modules decode; no digests")
+        assert digests(record=True)[1].endswith("all compared; nothing to record")
+        (espalier / "extra.txt").write_text("?")
+        assert digests(record=True)[1].endswith("all compared; nothing recorded")
+
     def test_digests_are_those_of_the_reference_decoder(self, tmp_path: Path, espalier: Path) -> None:
         self.without_digests(espalier)
         verify_checkpoint(espalier, deep=True, record=True)
@@ -343,16 +384,16 @@ class TestRecord:
         def full(_: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("espalier_format.operations.record_digests.os.fsync", full)
+        monkeypatch.setattr("espalier_format.container.atomic_file.os.fsync", full)
         with pytest.raises(WriteError, match="No space left"):
             verify_checkpoint(espalier, deep=True, record=True)
         assert content(espalier) == before
 
     def test_usage(self, espalier: Path, llama_exl3: Path) -> None:
-        with pytest.raises(UsageError, match="--deep"):
+        with pytest.raises(UsageError, match="record needs deep"):
             verify_checkpoint(espalier, record=True)
-        with pytest.raises(UsageError, match="manifest"):
+        with pytest.raises(UsageError, match="with a manifest, as convert writes it, and this one is exl3"):
             verify_checkpoint(llama_exl3, deep=True, record=True)
         (espalier / MANIFEST).unlink()
-        with pytest.raises(UsageError, match="manifest"):
+        with pytest.raises(UsageError, match=f"with a manifest, as convert writes it, and this one has no {MANIFEST}"):
             verify_checkpoint(espalier, deep=True, record=True)
