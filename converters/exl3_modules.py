@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from espalier_format.checkpoint.module import expect_scales
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -48,6 +50,7 @@ def import_modules(source: Checkpoint) -> tuple[dict[str, ImportedModule], tuple
     imported: dict[str, ImportedModule] = {}
     warnings: list[str] = []
     kept: dict[str, list[str]] = {}
+    expect_scales(source.modules.values())
     for name, module in source.modules.items():
         _, svh = module.scales()
         sizes = ImportedModule(module, module.in_features, module.out_features, module.size_source)

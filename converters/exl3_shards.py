@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier_format.checkpoint.espalier import VERSION_KEY
+from espalier_format.checkpoint.module import expect_scales
 from espalier_format.codec.codebook import EXL3_MARKERS
 from espalier_format.converters.exl3_config import marker_of
 from espalier_format.converters.shard_rewrite import Item, Kept, Made, ShardPlan, in_file_order
@@ -30,6 +31,7 @@ def plan_exl3_shards(source: Checkpoint, origin: Source) -> tuple[list[ShardPlan
     packed, unpadded = set(origin.packed_signs), set(origin.unpadded_bias)
     translated: dict[str, tuple[Item, ...]] = {}
     warnings: list[str] = []
+    expect_scales(source.modules.values())
     for module in source.modules.values():
         module.scales()
         for name in (f"{module.name}.su", f"{module.name}.sv"):

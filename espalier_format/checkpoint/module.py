@@ -10,10 +10,14 @@ from espalier_format.codec.rotation import padded
 from espalier_format.errors import NonFiniteScaleError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
 
     from espalier_format.checkpoint.tensors import TensorRef
     from espalier_format.codec.codebook import Codebook
+    from espalier_format.container.header import TensorInfo
+    from espalier_format.container.shard import Shard
 
 
 class Blocks(NamedTuple):
@@ -109,3 +113,13 @@ def _scale(stored: TensorRef, *, packed: bool) -> np.ndarray:
             f"scale {position} of {values.size} is {values[position]}", path=stored.shard.path, tensor=stored.name
         )
     return values
+
+
+def expect_scales(modules: Iterable[QuantizedModule]) -> None:
+    """Ask the disk for the scales of all modules, which lie scattered over the shards, before they are read in turn."""
+    scales: dict[Shard, list[TensorInfo]] = {}
+    for module in modules:
+        for scale in (module.suh, module.svh):
+            scales.setdefault(scale.shard, []).append(scale.info)
+    for shard, infos in scales.items():
+        shard.expect(infos)

@@ -6,13 +6,16 @@ import contextlib
 import errno
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from espalier_format.errors import LimitError, MalformedError, MissingFileError, PathError, SourceError, TruncatedError
 
-_READ_AHEAD_BYTES: Final = 32 * 1024 * 1024
+_PIECES_AHEAD: Final = 2  # in memory
+_DISK_PIECES_AHEAD: Final = 8  # asked of the disk
 
 
 def open_regular(path: Path) -> tuple[BinaryIO, int]:
@@ -96,26 +99,47 @@ def read_exactly(file: BinaryIO, size: int, path: str | Path) -> bytes:
 def read_pieces(descriptor: int, start: int, stop: int, size: int, path: str | Path) -> Iterator[bytes]:
     """Read bytes [`start`, `stop`) of an open file in pieces of at most `size` bytes; the file position is not used.
 
-    The disk is asked to read ahead, so that it works while the caller does.
+    Long ranges are read ahead by a thread, so that the disk works while the caller does: two pieces more in memory.
 
     Raises:
         TruncatedError: the file ends before `stop`.
         SourceError: the operating system fails to read it.
     """
-    position = asked = start
-    while position < stop:
-        if stop - start > size and asked - position < _READ_AHEAD_BYTES and asked < stop:
-            count = min(_READ_AHEAD_BYTES, stop - asked)
-            _start_reading(descriptor, asked, count)
-            asked += count
-        try:
-            piece = os.pread(descriptor, min(size, stop - position), position)
-        except OSError as error:
-            raise refusal(error, path) from error
-        if not piece:
-            raise TruncatedError("file has become shorter", path=path, expected=f"{stop} bytes", got=position)
-        position += len(piece)
-        yield piece
+    # What fits in a piece or two is not worth a thread.
+    pool = ThreadPoolExecutor(1, "espalier-read") if stop - start > 2 * size else None
+    ahead: deque[Future[bytes]] = deque()
+    asked = start
+    try:
+        for position in range(start, stop, size):
+            if pool is None:
+                piece = _read_at(descriptor, min(size, stop - position), position)
+            else:
+                while asked < stop and len(ahead) < _PIECES_AHEAD:
+                    _start_reading(descriptor, asked + _DISK_PIECES_AHEAD * size, size)
+                    ahead.append(pool.submit(_read_at, descriptor, min(size, stop - asked), asked))
+                    asked += size
+                piece = ahead.popleft().result()
+            if len(piece) < min(size, stop - position):
+                raise TruncatedError(
+                    "file has become shorter", path=path, expected=f"{stop} bytes", got=position + len(piece)
+                )
+            yield piece
+    except OSError as error:
+        raise refusal(error, path) from error
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+
+
+def _read_at(descriptor: int, size: int, position: int) -> bytes:
+    """Read `size` bytes, fewer only where the file ends."""
+    piece = os.pread(descriptor, size, position)
+    while 0 < len(piece) < size:
+        more = os.pread(descriptor, size - len(piece), position + len(piece))
+        if not more:
+            break
+        piece += more
+    return piece
 
 
 def _start_reading(descriptor: int, start: int, size: int) -> None:

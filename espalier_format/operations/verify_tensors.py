@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.bits import average_bits
+from espalier_format.checkpoint.module import expect_scales
 from espalier_format.container.index import Index
 from espalier_format.container.names import CONFIG_NAME
 from espalier_format.errors import BitsMismatchError, EspalierError, MalformedError
@@ -109,6 +110,7 @@ def check_scales(checkpoint: Checkpoint, progress: Progress) -> Check:
     findings: list[EspalierError] = []
     progress.start(sum(module.scale_bytes for module in modules), "reading scales")
     read = 0
+    expect_scales(modules)
     for module in modules:
         try:
             module.scales()
