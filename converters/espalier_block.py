@@ -59,8 +59,18 @@ def espalier_block(
         for name, imported in modules.items()
         if name not in banked
     }
+    return block_as_json(specs, expert_banks, ignore, source)
+
+
+def block_as_json(
+    specs: Mapping[str, ModuleSpec], expert_banks: Mapping[str, ExpertBank], ignore: Iterable[str], source: Source
+) -> dict[str, object]:
+    """Return the block of these modules and banks, with their average widths and the constants of their codebooks."""
     average = average_bits(specs, expert_banks)
-    codebooks = _sorted({imported.module.codebook for imported in modules.values()})
+    names = {spec.codebook for spec in specs.values()}
+    for bank in expert_banks.values():
+        for projection in bank.projections.values():
+            names.update(projection.codebooks)
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
@@ -68,10 +78,10 @@ def espalier_block(
         "producer": this_producer().to_json(),
         "bits": average.bits,
         "head_bits": average.head_bits,
-        "codebooks": {codebook.name: _constants(codebook).to_json() for codebook in codebooks},
+        "codebooks": {codebook.name: _constants(codebook).to_json() for codebook in _sorted(map(get_codebook, names))},
         "modules": {name: spec.to_json() for name, spec in specs.items()},
         "expert_banks": {name: bank.to_json() for name, bank in expert_banks.items()},
-        "ignore": list(ignore),
+        "ignore": sorted(ignore),
         "source": source.to_json(),
     }
 
@@ -122,9 +132,8 @@ def _sorted(codebooks: Iterable[Codebook]) -> list[Codebook]:
 
 
 def _constants(codebook: Codebook) -> CodebookConstants:
-    known = get_codebook(codebook.name)
     return CodebookConstants(
-        multiplier=known.multiplier_hex,
-        addend=f"0x{known.addend:08X}" if known.addend else None,
-        sha256=known.sha256,
+        multiplier=codebook.multiplier_hex,
+        addend=f"0x{codebook.addend:08X}" if codebook.addend else None,
+        sha256=codebook.sha256,
     )

@@ -6,15 +6,14 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.bits import AverageBits, average_bits
-from espalier_format.converters.output import this_producer
+from espalier_format.converters.espalier_block import block_as_json
 from espalier_format.quantize.recipe import MAX_CANDIDATES, sorted_codebooks
-from espalier_format.schema.config import FORMAT_VERSION, QUANT_METHOD, CodebookConstants, ModuleSpec, Source
+from espalier_format.schema.config import ModuleSpec, Source
 from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET, PLAIN_EXPERT, ExpertBank, Projection, Rotation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from espalier_format.codec.codebook import Codebook
     from espalier_format.quantize.outcome import OutputModule
 
 _EXPERT: Final = re.compile(r"(?P<bank>(?:.+\.)?experts)\.(?P<number>0|[1-9][0-9]{0,8})\.(?P<projection>[^.]+)")
@@ -38,21 +37,7 @@ def quantization_block(
         for number in range(entry.num_experts)
     }
     specs = {name: _spec(module) for name, module in modules.items() if name not in banked}
-    average = average_bits(specs, banks)
-    codebooks = sorted_codebooks(module.codebook for module in modules.values())
-    return {
-        "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
-        "required_features": [],
-        "producer": this_producer().to_json(),
-        "bits": average.bits,
-        "head_bits": average.head_bits,
-        "codebooks": {codebook.name: _constants(codebook).to_json() for codebook in codebooks},
-        "modules": {name: spec.to_json() for name, spec in specs.items()},
-        "expert_banks": {name: bank.to_json() for name, bank in banks.items()},
-        "ignore": sorted(ignore),
-        "source": source.to_json(),
-    }
+    return block_as_json(specs, banks, ignore, source)
 
 
 def output_bits(modules: Mapping[str, OutputModule]) -> AverageBits:
@@ -119,10 +104,3 @@ def _projection(experts: _Experts, count: int) -> Projection:
         codebooks=tuple(codebook.name for codebook in codebooks),
         assignment="".join(PLAIN_EXPERT if module is None else characters[module.codebook] for module in ordered),
     )
-
-
-def _constants(codebook: Codebook) -> CodebookConstants:
-    if not codebook.addend:
-        return CodebookConstants(multiplier=codebook.multiplier_hex, sha256=codebook.sha256)
-    addend = f"0x{codebook.addend:08X}"
-    return CodebookConstants(multiplier=codebook.multiplier_hex, addend=addend, sha256=codebook.sha256)
