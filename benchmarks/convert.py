@@ -30,7 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+from espalier_format.container.planned_tensor import PlannedTensor
+from espalier_format.container.writer import CheckpointWriter
 
 HIDDEN, INTERMEDIATE, EXPERT, EXPERTS, VOCABULARY = 2048, 14336, 768, 128, 32000
 HEADS, KEY_VALUE_HEADS, HEAD_SIZE = 32, 4, 128

@@ -7,7 +7,7 @@ decoded to something else than its writer meant is refused, by name.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from espalier_format.checkpoint.packed_module import PackedModule
 from espalier_format.checkpoint.tensors import FLOATING
@@ -21,7 +21,7 @@ from espalier_format.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from espalier_format.checkpoint.tensors import TensorRef, TensorTable
     from espalier_format.converters.compressed_tensors_schemes import Scheme, Schemes
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PACKED: Final = "weight_packed"
 _ACTIVATIONS: Final = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 _READ: Final = frozenset({PACKED, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", *_ACTIVATIONS})
+_WEIGHTS: Final = frozenset({PACKED, "weight"})
 _NOT_READ: Final = frozenset(
     {
         "weight_global_scale", "input_global_scale", "weight_scale_inv", "weight_bitmask", "weight_compressed",
@@ -57,21 +58,25 @@ def find_modules(table: TensorTable, schemes: Schemes) -> dict[str, PackedModule
             or not what the config says of it.
     """
     parts: dict[str, dict[str, TensorRef]] = {}
-    integers: set[str] = set()
+    order: dict[str, None] = {}
     for name, info in table.infos.items():
         module, _, kind = name.rpartition(".")
-        if kind in _READ:
-            parts.setdefault(module, {})[kind] = table.ref(name)
-        elif kind == "weight" and info.dtype == "I8":
-            integers.add(module)
-            parts.setdefault(module, {})[kind] = table.ref(name)
+        if kind in _READ or (kind == "weight" and info.dtype == "I8"):
+            tensors = parts.get(module)
+            if tensors is None:
+                tensors = parts[module] = {}
+            tensors[kind] = table.ref(name)
+            if kind in _WEIGHTS:
+                order[module] = None
         elif kind in _NOT_READ:
             raise _error(UnexpectedTensorError, "this parameter of a quantization is not read", table.ref(name))
+    schemes.prepare(parts)
     found: dict[str, PackedModule] = {}
+    forms: dict[object, _Verdict] = {}
     for name, tensors in parts.items():
         scheme = schemes.resolve(name)
         weight = tensors.get(PACKED)
-        if weight is None and name in integers and ("weight_scale" in tensors or scheme is not None):
+        if weight is None and "weight" in tensors and ("weight_scale" in tensors or scheme is not None):
             weight = tensors["weight"]
         if weight is None:
             _refuse_stray(name, tensors, table)
@@ -81,9 +86,20 @@ def find_modules(table: TensorTable, schemes: Schemes) -> dict[str, PackedModule
         if scheme is None:
             raise _error(SourceError, "it is quantized, but no target of the config names it", weight)
         bias = f"{name}.bias"
-        found[name] = _module(name, scheme, weight, tensors, schemes, table.ref(bias) if bias in table.infos else None)
-    order = {name: number for number, name in enumerate(table.infos)}
-    return dict(sorted(found.items(), key=lambda item: order[item[1].weight.name]))
+        found[name] = _module(
+            name, scheme, weight, tensors, schemes, table.ref(bias) if bias in table.infos else None, forms
+        )
+    return {name: found[name] for name in order if name in found}
+
+
+def plain_names(table: TensorTable, modules: Mapping[str, PackedModule]) -> Iterator[str]:
+    """Yield the names of the tensors that belong to none of ``modules``, which `find_modules` has found."""
+    for name in table.infos:
+        module, _, kind = name.rpartition(".")
+        found = modules.get(module)
+        # What has a name of ours and belongs to no module has been refused.
+        if found is None or not (kind in _READ or kind == "bias" or found.weight.info.name == name):
+            yield name
 
 
 def _refuse_stray(name: str, tensors: Mapping[str, TensorRef], table: TensorTable) -> None:
@@ -99,6 +115,15 @@ def _refuse_stray(name: str, tensors: Mapping[str, TensorRef], table: TensorTabl
     raise _error(UnexpectedTensorError, "a parameter of a quantization, but the weight is not quantized", stray)
 
 
+class _Verdict(NamedTuple):
+    """What the checks of a module find, which depends on dtypes and shapes alone: thousands of experts share it."""
+
+    in_features: int
+    exact: bool
+    packing: Packing | None
+    zero_packing: Packing | None
+
+
 def _module(
     name: str,
     scheme: Scheme,
@@ -106,7 +131,38 @@ def _module(
     tensors: Mapping[str, TensorRef],
     schemes: Schemes,
     bias: TensorRef | None,
+    forms: dict[object, _Verdict],
 ) -> PackedModule:
+    """Check a module; ``forms`` holds the forms that have been checked already."""
+    own = tensors if bias is None else {**tensors, "bias": bias}
+    key = (scheme.group, *((kind, tensor.info.dtype, tensor.info.shape) for kind, tensor in own.items()))
+    form = forms.get(key)
+    if form is None:
+        form = _check(scheme, weight, tensors, schemes, bias)
+        if scheme.strategy == "group" or PACKED not in tensors:  # else the number of inputs is read from the file
+            forms[key] = form
+    return PackedModule(
+        name=name,
+        scheme=scheme,
+        in_features=form.in_features,
+        out_features=weight.info.shape[0],
+        packing=form.packing,
+        weight=weight,
+        scale=tensors["weight_scale"],
+        zero_point=tensors.get("weight_zero_point"),
+        zero_packing=form.zero_packing,
+        g_idx=tensors.get("weight_g_idx"),
+        shape=tensors.get("weight_shape"),
+        bias=bias,
+        activations=tuple(tensors[kind] for kind in _ACTIVATIONS if kind in tensors) if len(tensors) > 3 else (),
+        size_source="exact" if form.exact else "padded",
+    )
+
+
+def _check(
+    scheme: Scheme, weight: TensorRef, tensors: Mapping[str, TensorRef], schemes: Schemes, bias: TensorRef | None
+) -> _Verdict:
+    """Check that the tensors of a module fit together."""
     packed = weight is tensors.get(PACKED)
     if len(weight.shape) == 3:
         raise _error(SourceError, "experts that are packed together, in three dimensions, are not read", weight)
@@ -131,22 +187,10 @@ def _module(
     if packed:
         packing = _packing(scheme.bits, inputs, weight.shape[1], schemes.version, weight) if exact else Packing.DENSE
     zero = tensors.get("weight_zero_point")
-    return PackedModule(
-        name=name,
-        scheme=scheme,
-        in_features=inputs,
-        out_features=outputs,
-        packing=packing,
-        weight=weight,
-        scale=scale,
-        zero_point=zero,
-        zero_packing=_zero_packing(scheme, zero, scale, packing, outputs, weight, schemes.version),
-        g_idx=_check_order(scheme, tensors.get("weight_g_idx"), weight, inputs),
-        shape=shape,
-        bias=_check_bias(bias, outputs),
-        activations=tuple(tensors[kind] for kind in _ACTIVATIONS if kind in tensors),
-        size_source="exact" if exact else "padded",
-    )
+    zero_packing = _zero_packing(scheme, zero, scale, packing, outputs, weight, schemes.version)
+    _check_order(scheme, tensors.get("weight_g_idx"), weight, inputs)
+    _check_bias(bias, outputs)
+    return _Verdict(inputs, exact, packing, zero_packing)
 
 
 def _inputs(
@@ -220,24 +264,22 @@ def _packing(bits: int, codes: int, words: int, version: str | None, tensor: Ten
     return find_packing(bits, codes, words, version, tensor=tensor.name, path=tensor.shard.path)
 
 
-def _check_order(scheme: Scheme, order: TensorRef | None, weight: TensorRef, inputs: int) -> TensorRef | None:
+def _check_order(scheme: Scheme, order: TensorRef | None, weight: TensorRef, inputs: int) -> None:
     if order is None:
         if scheme.reordered:
             message = "the config orders groups by activation, but there is no weight_g_idx to say which is whose"
             raise _error(MissingTensorError, message, weight)
-        return None
+        return
     if not scheme.reordered or scheme.strategy != "group":
         message = "an order of columns, but the config does not order groups by activation (actorder)"
         raise _error(UnexpectedTensorError, message, order)
     if order.dtype != "I32" or order.shape != (inputs,):
         raise _error(ShapeError, "weight_g_idx does not fit the weight", order, f"I32 [{inputs}]", _form(order))
-    return order
 
 
-def _check_bias(bias: TensorRef | None, outputs: int) -> TensorRef | None:
+def _check_bias(bias: TensorRef | None, outputs: int) -> None:
     if bias is not None and (bias.dtype not in FLOATING or bias.shape != (outputs,)):
         raise _error(ShapeError, "the bias does not fit the weight", bias, f"floating-point [{outputs}]", _form(bias))
-    return bias
 
 
 def _form(tensor: TensorRef) -> str:

@@ -7,15 +7,17 @@ list that takes too long altogether.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component, component_of
+from espalier_format.converters.required_literal import required_literal
 from espalier_format.errors import LimitError, SchemaError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
 CLASS_RANK: Final = 1
@@ -29,11 +31,19 @@ _MAX_EXPRESSIONS: Final = 4096
 _MAX_LENGTH: Final = 2048
 _MAX_REPEATS: Final = 4
 _LONGEST_MATCHED: Final = 256
+"""Longest name that an expression is run on; a longer one has no match."""
+
+_BATCH: Final = 4096
 _MAX_SECONDS: Final = 60.0
 _CLASS: Final = re.compile(r"[A-Z][A-Za-z0-9_]*")
 _LINEAR: Final = frozenset({"Linear", "LinearBase", "ReplicatedLinear"})
 _SPELLINGS: Final = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes of one and the same decoder: names in a config come from the model in memory, which may spell others."""
+
+_OTHER_SPELLINGS: Final = tuple((prefix, tuple(p for p in _SPELLINGS if p != prefix)) for prefix in _SPELLINGS)
+
+Spelled = Mapping[str, tuple[str, ...]]
+"""Modules, with the other names that each may have; see `spell`."""
 
 
 @dataclass(slots=True)
@@ -55,15 +65,21 @@ class _Expression:
     entry: str
     pattern: re.Pattern[str]
     clock: _Clock
+    literal: str
 
-    def matches(self, module: str) -> bool:
-        """Tell whether a name begins with a match; one that is very long has none."""
-        if len(module) > _LONGEST_MATCHED:
-            return False
-        started = perf_counter()
-        found = self.pattern.match(module) is not None
-        self.clock.add(perf_counter() - started)
+    def matching(self, names: Sequence[str]) -> set[str]:
+        """Return those of ``names`` that begin with a match."""
+        found: set[str] = set()
+        for start in range(0, len(names), _BATCH):
+            started = perf_counter()
+            batch = [name for name in names[start : start + _BATCH] if self.literal in name]
+            found.update(filter(self.pattern.match, batch))
+            self.clock.add(perf_counter() - started)
         return found
+
+    def matches_any(self, names: Sequence[str]) -> bool:
+        """Tell whether any of ``names`` begins with a match; nothing is looked at after the first."""
+        return any(self.matching(names[start : start + _BATCH]) for start in range(0, len(names), _BATCH))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +90,7 @@ class Names:
     exact: frozenset[str]
     expressions: tuple[_Expression, ...]
     classes: frozenset[str]
+    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def parse(cls, entries: object, where: str, path: Path) -> Names:
@@ -94,55 +111,89 @@ class Names:
             message = f"{where} has too many expressions"
             raise LimitError(message, path=path, expected=_MAX_EXPRESSIONS, got=len(expressions))
         clock = _Clock(where, path)
-        compiled = tuple(_Expression(entry, _compiled(entry, where, path), clock) for entry in expressions)
+        compiled = tuple(
+            _Expression(entry, _compiled(entry, where, path), clock, required_literal(entry[len(_PREFIX) :]))
+            for entry in expressions
+        )
         others = [entry for entry in entries if not entry.startswith(_PREFIX)]
         classes = frozenset(entry for entry in others if _CLASS.fullmatch(entry))
         return cls(tuple(entries), frozenset(others) - classes, compiled, classes)
 
     def rank(self, module: str) -> int:
         """Return how specifically a linear module is named: 0 not at all, more for more specific."""
-        if module in self.exact:
-            return _EXACT_RANK
-        if any(expression.matches(module) for expression in self.expressions):
-            return _EXPRESSION_RANK
-        for other in spellings(module):
-            if other in self.exact:
-                return _EXACT_RANK - 1
-            if any(expression.matches(other) for expression in self.expressions):
-                return _EXPRESSION_RANK - 1
-        if self.classes & _LINEAR or ("Embedding" in self.classes and component_of(module) is Component.EMBEDDINGS):
-            return CLASS_RANK
-        return 0
+        rank = self._ranks.get(module)
+        if rank is None:
+            self.prepare(spell((module,)))
+            rank = self._ranks[module]
+        return rank
+
+    def prepare(self, spelled: Spelled) -> frozenset[str]:
+        """Find the ranks of many modules at once, and return the expressions that match any of them.
+
+        ``rank`` is quick for them afterwards: an expression that is run on all names in turn takes a tenth of the time.
+        """
+        names = [module for module in spelled if len(module) <= _LONGEST_MATCHED]
+        others = [other for same in spelled.values() for other in same if len(other) <= _LONGEST_MATCHED]
+        direct: set[str] = set()
+        indirect: set[str] = set()
+        live: set[str] = set()
+        for expression in self.expressions:
+            here, there = expression.matching(names), expression.matching(others)
+            if here or there:
+                live.add(expression.entry)
+            direct |= here
+            indirect |= there
+        by_class = CLASS_RANK if self.classes & _LINEAR else 0
+        embeddings = not by_class and "Embedding" in self.classes
+        for module, same in spelled.items():
+            if module in self.exact:
+                rank = _EXACT_RANK
+            elif module in direct:
+                rank = _EXPRESSION_RANK
+            else:
+                rank = by_class
+                if embeddings and component_of(module) is Component.EMBEDDINGS:
+                    rank = CLASS_RANK
+                for other in same:
+                    if other in self.exact or other in indirect:
+                        rank = (_EXACT_RANK if other in self.exact else _EXPRESSION_RANK) - 1
+                        break
+            self._ranks[module] = rank
+        return frozenset(live)
 
     def named(self, module: str) -> bool:
         """Tell whether a module is named by an exact name or an expression, not only by its class."""
         return self.rank(module) > CLASS_RANK
 
-    def idle(self, modules: Iterable[str]) -> Iterator[str]:
-        """Yield the names and expressions, not classes, that match none of ``modules``, in order."""
-        candidates: dict[str, None] = {}
-        for module in modules:
-            candidates[module] = None
-            candidates.update(dict.fromkeys(spellings(module)))
-        expressions = {expression.entry: expression for expression in self.expressions}
-        for entry in self.entries:
-            if entry in self.classes:
-                continue
-            expression = expressions.get(entry)
-            if expression is None:
-                if entry not in candidates:
-                    yield entry
-            elif not any(expression.matches(module) for module in candidates):
-                yield entry
+    def idle(self, spelled: Spelled, live: Collection[str] | None = None) -> Iterator[str]:
+        """Yield the names and expressions, not classes, that match none of the modules, in order.
+
+        ``live`` are the expressions that match, where ``prepare`` has told that.
+        """
+        if live is None:
+            names = [name for name in _all_names(spelled) if len(name) <= _LONGEST_MATCHED]
+            live = {expression.entry for expression in self.expressions if expression.matches_any(names)}
+        used = set(live)
+        if self.exact:
+            used.update(self.exact.intersection(_all_names(spelled)))
+        yield from (entry for entry in self.entries if entry not in used and entry not in self.classes)
 
 
-def spellings(module: str) -> tuple[str, ...]:
-    """Return other names by which a model in memory may call a module of the checkpoint."""
-    for prefix in _SPELLINGS:
-        if module.startswith(prefix):
-            rest = module[len(prefix) :]
-            return tuple(f"{other}{rest}" for other in _SPELLINGS if other != prefix)
-    return ()
+def spell(modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return, for each module, the other names by which a model in memory may call it."""
+    spelled: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
+    for prefix, others in reversed(_OTHER_SPELLINGS):  # the first prefix that a name begins with has the last word
+        found = [module for module in spelled if module.startswith(prefix)]
+        rests = [module[len(prefix) :] for module in found]
+        columns = [[f"{other}{rest}" for rest in rests] for other in others]
+        spelled.update(zip(found, zip(*columns, strict=True), strict=True))
+    return spelled
+
+
+def _all_names(spelled: Spelled) -> Iterator[str]:
+    yield from spelled
+    for same in spelled.values():
+        yield from same
 
 
 def _compiled(entry: str, where: str, path: Path) -> re.Pattern[str]:

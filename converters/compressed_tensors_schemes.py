@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from espalier_format.converters.compressed_tensors_patterns import Names
+from espalier_format.converters.compressed_tensors_patterns import Names, spell
 from espalier_format.errors import LimitError, SchemaError, SourceError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 METHOD: Final = "compressed-tensors"
@@ -73,6 +74,12 @@ class Schemes:
     ignore: Names
     version: str | None
     warnings: tuple[str, ...]
+
+    def prepare(self, modules: Iterable[str]) -> None:
+        """Match the targets against many modules at once, so that ``resolve`` is quick for each of them."""
+        spelled = spell(modules)
+        for group in self.groups:
+            group.targets.prepare(spelled)
 
     def resolve(self, module: str) -> Scheme | None:
         """Return the scheme that is meant for a linear module, whether it is ignored or not.

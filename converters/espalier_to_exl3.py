@@ -19,6 +19,7 @@ from espalier_format.converters.exl3_shards import plan_exl3_shards
 from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.converters.report import ConversionReport
 from espalier_format.converters.shard_rewrite import planned_tensors
+from espalier_format.converters.source_state import describe_conversion
 from espalier_format.errors import MalformedError, SchemaError, SourceError
 from espalier_format.schema.config import Source
 
@@ -36,14 +37,19 @@ _NOT_BORN_FROM_EXL3: Final = Source(format="none")
 
 
 def espalier_to_exl3(
-    source: Checkpoint, destination: Path, *, force: bool = False, progress: Progress | None = None
+    source: Checkpoint,
+    destination: Path,
+    *,
+    force: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
 ) -> ConversionReport:
     """Write an open Espalier checkpoint as EXL3 into ``destination``.
 
     A checkpoint that was EXL3 before becomes what it was: the same tensors, bit for bit, and equal config
     values; shards, config.json and other files of exllamav3 come back byte for byte. If its tensors have
     been changed since, documents that describe them are made anew, with a warning. Any other checkpoint
-    becomes one by the rules of EXL3 as exllamav3 1.6.5 writes it. Memory and durability as
+    becomes one by the rules of EXL3 as exllamav3 1.6.5 writes it. Memory, durability and ``resume`` as
     `exl3_to_espalier`.
 
     Raises:
@@ -93,7 +99,14 @@ def espalier_to_exl3(
     bytes_read = sum(plan.shard.header.file_size for plan in plans) + sum(p.stat().st_size for p in paths.values())
     wants_index = INDEX_NAME not in copies and bool(origin.index if born else len(plans) > 1)
     meter = Meter(progress, bytes_read, "converting")
-    with CheckpointWriter(destination, force=force, sources=[source.folder.root], progress=meter.advance) as writer:
+    with CheckpointWriter(
+        destination,
+        force=force,
+        sources=[source.folder.root],
+        progress=meter.advance,
+        resume=resume,
+        job=describe_conversion(source, "exl3"),
+    ) as writer:
         for plan in plans:
             if plan.copied:
                 writer.add_copy(plan.name, plan.shard.path, header=plan.shard.header)
@@ -117,6 +130,7 @@ def espalier_to_exl3(
         bytes_written=sum(record.size for record in records.values()),
         files=tuple(sorted(records)),
         warnings=(*source.warnings, *warnings),
+        resumed=writer.resumed,
     )
 
 

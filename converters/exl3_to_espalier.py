@@ -18,6 +18,7 @@ from espalier_format.converters.exl3_modules import import_modules
 from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.converters.report import ConversionReport
 from espalier_format.converters.shard_rewrite import ShardPlan, planned_tensors
+from espalier_format.converters.source_state import describe_conversion
 from espalier_format.errors import MalformedError, SchemaError, SourceError
 from espalier_format.schema.config import Source, parse_quantization_config
 
@@ -38,13 +39,16 @@ def exl3_to_espalier(
     *,
     force: bool = False,
     digests: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Write an open EXL3 checkpoint as Espalier into ``destination``; `espalier_to_exl3` is the exact inverse.
 
     Shards keep their names and grouping; what is not quantized keeps its bytes. With ``digests`` the
     manifest gets the decode digest of every module. The output appears all at once at the end, or not at
-    all; anonymous memory is bounded whatever the size. Converting twice gives the same bytes.
+    all; anonymous memory is bounded whatever the size. Converting twice gives the same bytes, and so does
+    going on after an interruption: finished files stay in a hidden folder in the destination, and a run with
+    ``resume`` takes over those of the same source and options, once it has hashed them.
 
     Raises:
         SourceError: the source is no EXL3 checkpoint, has no quantized module, or is a single file.
@@ -86,7 +90,14 @@ def exl3_to_espalier(
     paths = {name: source.folder.path_of(name) for name in copies}
     bytes_read = sum(plan.shard.header.file_size for plan in plans) + sum(p.stat().st_size for p in paths.values())
     meter = Meter(progress, bytes_read, "converting")
-    with CheckpointWriter(destination, force=force, sources=[source.folder.root], progress=meter.advance) as writer:
+    with CheckpointWriter(
+        destination,
+        force=force,
+        sources=[source.folder.root],
+        progress=meter.advance,
+        resume=resume,
+        job=describe_conversion(source, "espalier"),
+    ) as writer:
         for plan in plans:
             if plan.copied:
                 writer.add_copy(plan.name, plan.shard.path, header=plan.shard.header)
@@ -109,6 +120,7 @@ def exl3_to_espalier(
         files=tuple(sorted(records)),
         warnings=(*source.warnings, *module_warnings, *index_warnings, *shard_warnings),
         decode_digests=decode_digests,
+        resumed=writer.resumed,
     )
 
 

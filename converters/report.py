@@ -18,7 +18,7 @@ class ConversionReport:
     ``modules`` counts quantized linear modules, experts one by one. ``bytes_read`` is the size of the source's files
     that went into the output, ``bytes_written`` the size of all output files with the manifest. ``files`` are the
     output's file names, sorted. ``decode_digests`` maps module names to decode digests, and is empty
-    unless they were asked for.
+    unless they were asked for. ``resumed`` counts the files that an earlier, interrupted run had finished.
     """
 
     source: Path
@@ -31,6 +31,7 @@ class ConversionReport:
     files: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     decode_digests: Mapping[str, str] = field(default_factory=dict)
+    resumed: int = 0
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object that ``espalier-format convert --json`` prints; keys are only ever added."""
@@ -45,4 +46,5 @@ class ConversionReport:
             "files": list(self.files),
             "warnings": list(self.warnings),
             "decode_digests": dict(self.decode_digests),
+            "resumed": self.resumed,
         }

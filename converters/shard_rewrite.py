@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from espalier_format.container.writer import PlannedTensor
+from espalier_format.container.planned_tensor import PlannedTensor
 
 if TYPE_CHECKING:
     from espalier_format.container.hashing import Buffer

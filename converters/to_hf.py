@@ -10,17 +10,18 @@ from espalier_format.checkpoint.files import refuse_missing_tensors
 from espalier_format.container.header import tensor_bytes
 from espalier_format.container.json_document import JsonStyle
 from espalier_format.container.names import CONFIG_NAME, SIGNATURE_NAME
-from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+from espalier_format.container.planned_tensor import PlannedTensor
+from espalier_format.container.writer import CheckpointWriter
 from espalier_format.converters.exl3_modules import import_modules
 from espalier_format.converters.hf_config import DtypeChoice, hf_config, target_dtype
 from espalier_format.converters.hf_layout import plan_hf_layout, refuse_inexpressible
 from espalier_format.converters.hf_stream import stream_tensor, written_dtype
 from espalier_format.converters.hf_tensors import StoredModule
-from espalier_format.converters.output import manifest_bytes
+from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.converters.report import ConversionReport
+from espalier_format.converters.source_state import describe_conversion
 from espalier_format.errors import MissingFileError, SourceError, UnknownSizeError, UsageError
 from espalier_format.kernels.ordered_map import processors
-from espalier_format.progress import NullProgress, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from espalier_format.checkpoint.module import QuantizedModule
     from espalier_format.checkpoint.packed_module import PackedModule
     from espalier_format.converters.hf_tensors import HfTensor
+    from espalier_format.progress import Progress
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Default limit of one output file, the Hugging Face convention."""
@@ -58,6 +60,7 @@ def to_hf(
     *,
     dtype: DtypeChoice = "source",
     force: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     threads: int | None = None,
@@ -81,7 +84,7 @@ def to_hf(
 
     Shards hold at most ``max_shard_bytes`` of tensors, or one tensor; an index is written if there is more than one.
     The result is the same for any number of ``threads`` (all cores, at most 8, by default). Memory is bounded,
-    whatever the size of the model. On any error the destination is as it was before (`CheckpointWriter`).
+    whatever the size of the model. Durability and ``resume`` as `exl3_to_espalier`.
 
     Raises:
         UnknownSizeError: the true size of a module is not known, or its EXL3 tensors go beyond the one that is
@@ -120,20 +123,26 @@ def to_hf(
     ]
     config = _config_bytes(source, tensors, None if dtype == "source" else target)
 
-    progress = progress or NullProgress()
-    progress.start(sum(written.nbytes for written in tensors), "to Hugging Face")
+    meter = Meter(progress, sum(written.nbytes for written in tensors), "to Hugging Face")
     threads = threads or min(processors(), _MAX_THREADS)
     copied = _copied_files(source)
-    with CheckpointWriter(destination, force=force, sources=[source.folder.root]) as writer:
+    with CheckpointWriter(
+        destination,
+        force=force,
+        sources=[source.folder.root],
+        progress=meter.advance,
+        resume=resume,
+        job=describe_conversion(source, "hf", dtype=dtype, shard_size=max_shard_bytes),
+    ) as writer:
         shards = _shards(tensors, max_shard_bytes)
         for number, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            writer.add_shard(name, [_planned(source, tensor, threads, progress) for tensor in shard], _METADATA)
+            writer.add_shard(name, [_planned(source, tensor, threads) for tensor in shard], _METADATA)
         for name in copied:
             writer.add_copy(name, source.folder.path_of(name))
         writer.add_bytes(CONFIG_NAME, config)
         records = writer.finish(index=len(shards) > 1, manifest=manifest_bytes)
-    progress.finish()
+    meter.finish()
     return ConversionReport(
         source=source.folder.root,
         destination=destination,
@@ -144,6 +153,7 @@ def to_hf(
         bytes_written=sum(record.size for record in records.values()),
         files=tuple(sorted(records)),
         warnings=(*source.warnings, *layout.warnings),
+        resumed=writer.resumed,
     )
 
 
@@ -231,10 +241,8 @@ def _shards(tensors: Iterable[Written], limit: int) -> list[list[Written]]:
     return shards
 
 
-def _planned(source: Checkpoint, written: Written, threads: int, progress: Progress) -> PlannedTensor:
+def _planned(source: Checkpoint, written: Written, threads: int) -> PlannedTensor:
     def chunks() -> Iterator[memoryview]:
-        for piece in stream_tensor(source, written.tensor, written.dtype, threads=threads):
-            progress.advance(piece.nbytes)
-            yield piece
+        return stream_tensor(source, written.tensor, written.dtype, threads=threads)
 
     return PlannedTensor(written.tensor.name, written.dtype, written.tensor.shape, chunks)

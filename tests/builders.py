@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 MARKERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 INDEX = "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
-_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1"}
+_NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "U8": "u1",
+    "I8": "i1",
+}
 _GRIDS = json.loads((Path(__file__).resolve().parent.parent / "spec" / "grids.json").read_text(encoding="utf-8"))
 
 

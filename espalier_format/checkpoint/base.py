@@ -47,6 +47,7 @@ class Checkpoint:
     belong to no quantized module; ``other_files`` the files that are no shard, index, config.json or
     manifest. ``warnings`` are lines for a person about what was found and does no harm. ``packed`` holds the
     quantized modules of a compressed-tensors checkpoint, which has no ``modules``: integers are no trellis.
+    ``missing`` names tensors that the index names and no shard holds; there are none in an Espalier checkpoint.
 
     Reading is lazy and memory-mapped; reading from several threads is safe, closing meanwhile is not. The
     files must not be changed while the checkpoint is open.
@@ -64,6 +65,7 @@ class Checkpoint:
     other_files: tuple[str, ...]
     warnings: tuple[str, ...]
     packed: Mapping[str, PackedModule] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         modules = len(self.modules) + len(self.packed)

@@ -9,7 +9,7 @@ from espalier_format.checkpoint.derived_banks import derive_banks
 from espalier_format.checkpoint.files import check_shards, other_files
 from espalier_format.checkpoint.true_sizes import TrueSize
 from espalier_format.container.names import CONFIG_NAME
-from espalier_format.converters.compressed_tensors_modules import find_modules
+from espalier_format.converters.compressed_tensors_modules import find_modules, plain_names
 from espalier_format.converters.compressed_tensors_schemes import is_compressed_tensors, read_schemes
 from espalier_format.errors import MissingFileError, SourceError
 
@@ -41,12 +41,11 @@ def open_compressed_tensors(
     if not is_compressed_tensors(config):
         message = 'packed weights, but no quantization_config of quant_method "compressed-tensors" to read them by'
         raise SourceError(message, path=path) if config else MissingFileError(message, path=path)
-    warnings = [*table.check_duplicates(), *check_shards(folder, shards, table.infos, quantized=False)]
+    duplicates = table.check_duplicates()
+    listed = check_shards(folder, shards, table.infos, quantized=False)
     schemes = read_schemes(config, path)
     modules = find_modules(table, schemes)
-    claimed = {tensor.name for module in modules.values() for tensor in module.tensors}
-    claimed.update(module.bias.name for module in modules.values() if module.bias is not None)
-    plain = tuple(name for name in table.infos if name not in claimed)
+    plain = tuple(plain_names(table, modules))
     banks = derive_banks(
         {
             name: (module.scheme, TrueSize(module.in_features, module.out_features, module.size_source, ""))
@@ -65,6 +64,7 @@ def open_compressed_tensors(
         expert_banks=banks,
         plain=plain,
         other_files=other_files(folder, shards),
-        warnings=(*warnings, *schemes.warnings),
+        warnings=(*duplicates, *listed.warnings, *schemes.warnings),
         packed=modules,
+        missing=listed.missing,
     )

@@ -57,7 +57,7 @@ def _expert(name: str) -> tuple[str, int, str] | None:
     if len(parts) != 3 or not (parts[0] == "experts" or parts[0].endswith(".experts")):
         return None
     bank, number, projection = parts
-    if not projection or any(character < " " for character in projection):
+    if not projection or min(projection) < " ":
         return None  # a config cannot hold such a name
     canonical = number.isascii() and number.isdigit() and (number == "0" or number[0] != "0")
     return (bank, int(number), projection) if canonical and len(number) <= _LONGEST_NUMBER else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from espalier_format.checkpoint.base import Checkpoint
 from espalier_format.checkpoint.derived_banks import derive_banks
 from espalier_format.checkpoint.exl3_names import MODULE_KINDS, SCALE_KINDS
-from espalier_format.checkpoint.files import check_shards, other_files
+from espalier_format.checkpoint.files import ShardCheck, check_shards, other_files
 from espalier_format.checkpoint.module import Blocks, QuantizedModule
 from espalier_format.checkpoint.storage_claims import storage_warnings
 from espalier_format.checkpoint.tensors import FLOATING, LazyMapping, TensorTable
@@ -75,7 +75,9 @@ def open_exl3(
             fit together.
         DuplicateTensorError: two shards hold different tensors of one name.
     """
-    warnings = [*table.check_duplicates(), *(() if lone else check_shards(folder, shards, table.infos, quantized=True))]
+    duplicates = table.check_duplicates()
+    listed = ShardCheck(()) if lone else check_shards(folder, shards, table.infos, quantized=True)
+    warnings = [*duplicates, *listed.warnings]
     parts = _collect(table)
     warnings.extend(_check_markers(parts, table))
     claimed = {tensor for module in parts.values() for tensor in module.names}
@@ -125,6 +127,7 @@ def open_exl3(
         plain=plain,
         other_files=() if lone else other_files(folder, shards),
         warnings=tuple(warnings),
+        missing=listed.missing,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from espalier_format.checkpoint.missing_shards import refuse_missing_modules, refuse_missing_peer
 from espalier_format.container.index import INDEX_NAME, Index, IndexDifference, IndexProblem
@@ -72,10 +72,17 @@ def compare_index(index: Index, folder: CheckpointFolder, shards: Sequence[Shard
         raise IndexMismatchError(f"the index does not name the shard {min(stray)}", path=path)
 
 
+class ShardCheck(NamedTuple):
+    """Warnings about a stale index, and the tensors that it names and no shard holds, in its order."""
+
+    warnings: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+
 def check_shards(
     folder: CheckpointFolder, shards: Sequence[Shard], tensors: Collection[str], *, quantized: bool
-) -> tuple[str, ...]:
-    """Check that no shard is missing, for formats where the headers win; return a warning about a stale index.
+) -> ShardCheck:
+    """Check that no shard is missing, for formats where the headers win.
 
     ``tensors`` are the names of all tensors of ``shards``. With ``quantized`` every trellis of the index must be
     among them. An index that agrees with the headers shows that they are all, whatever the numbers in their names.
@@ -90,20 +97,21 @@ def check_shards(
         index = Index.read(folder)
     except (MalformedError, SchemaError) as error:
         refuse_missing_peer(names, None, folder.root)
-        return (f"{error}; the shard headers are used",)
+        return ShardCheck((f"{error}; the shard headers are used",))
     if index is None:
         refuse_missing_peer(names, None, folder.root)
-        return ()
+        return ShardCheck(())
     differences = _differences(index, shards)
     if any(not difference.informational for difference in differences):
         refuse_missing_peer(names, index, folder.root)
         if quantized:
             refuse_missing_modules(index, names, tensors, folder.root)
     if not differences:
-        return ()
+        return ShardCheck(())
+    missing = tuple(name for name in index.weight_map if name not in tensors)
     more = f" and {len(differences) - _SHOWN} more differences" if len(differences) > _SHOWN else ""
     shown = "; ".join(str(difference) for difference in differences[:_SHOWN])
-    return (f"{shown}{more}; the shard headers are used",)
+    return ShardCheck((f"{shown}{more}; the shard headers are used",), missing)
 
 
 def _differences(index: Index, shards: Sequence[Shard]) -> list[IndexDifference]:
@@ -117,18 +125,9 @@ def _differences(index: Index, shards: Sequence[Shard]) -> list[IndexDifference]
     return index.compare({shard.name: shard.header for shard in shards})
 
 
-def missing_tensors(checkpoint: Checkpoint) -> list[str]:
-    """Return the tensors that the index names and no shard holds, in its order; none for an index that is not read."""
-    try:
-        index = Index.read(checkpoint.folder)
-    except (MalformedError, SchemaError):
-        return []
-    return [] if index is None else [name for name in index.weight_map if name not in checkpoint.tensors]
-
-
 def refuse_missing_tensors(checkpoint: Checkpoint) -> None:
     """Raise IndexMismatchError if the index names a tensor that no shard holds: something would be left out."""
-    missing = missing_tensors(checkpoint)
+    missing = checkpoint.missing
     if missing:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
         message = f"the index names this tensor{more}, but no shard holds it; is the download complete?"

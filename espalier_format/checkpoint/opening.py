@@ -31,6 +31,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         RefusedError: one of its subclasses; nothing that is wrong is skipped (``spec/errors.md``).
         InconsistentError: one of its subclasses; the checkpoint contradicts itself.
+
+    >>> from importlib.resources import files
+    >>> folder = str(files("espalier_format") / "demo_data" / "llama-3.0-mcg")
+    >>> with open_checkpoint(folder) as checkpoint:
+    ...     print(checkpoint.format, len(checkpoint.modules), checkpoint.modules["lm_head"].codebook.name)
+    exl3 15 exl3-mcg@6
     """
     location = Path(path)
     if str(path) == "":
@@ -45,7 +51,8 @@ def open_folder(folder: CheckpointFolder) -> Checkpoint:
     config = read_config(folder)
     if config is None and folder.unfinished:
         raise MissingFileError(
-            f"holds an output that was never finished ({PROGRESS_NAME} is there); write it again with --force",
+            f"holds an output that was never finished ({PROGRESS_NAME} is there); go on with --resume, or begin anew "
+            "with --force",
             path=folder.root,
         )
     block = None if config is None else config.get("quantization_config")

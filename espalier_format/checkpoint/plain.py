@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from espalier_format.checkpoint.base import Checkpoint
-from espalier_format.checkpoint.files import check_shards, other_files
+from espalier_format.checkpoint.files import ShardCheck, check_shards, other_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +25,9 @@ def open_plain(
         MissingFileError: a shard is missing, by its numbered peers.
         PathError, LimitError: of the index.
     """
-    warnings = [
-        *table.check_duplicates(),
-        *(() if lone else check_shards(folder, shards, table.infos, quantized=False)),
-    ]
+    duplicates = table.check_duplicates()
+    listed = ShardCheck(()) if lone else check_shards(folder, shards, table.infos, quantized=False)
+    warnings = [*duplicates, *listed.warnings]
     block = config.get("quantization_config")
     if isinstance(block, dict):
         method = str(block.get("quant_method"))[:40]
@@ -45,4 +44,5 @@ def open_plain(
         plain=tuple(table.infos),
         other_files=() if lone else other_files(folder, shards),
         warnings=tuple(warnings),
+        missing=listed.missing,
     )

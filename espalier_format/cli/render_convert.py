@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from espalier_format.cli.console import open_console
-from espalier_format.cli.quantities import FORMATS, plural, size
+from espalier_format.cli.quantities import FORMATS, count, plural, size
 from espalier_format.cli.terminal import print_warnings, safe_text
 
 if TYPE_CHECKING:
@@ -22,12 +22,11 @@ def render_convert(report: ConversionReport) -> None:
     target = FORMATS.get(report.target_format, report.target_format)
     destination = safe_text(str(report.destination))
     console.print(Text(destination, style="bold"), soft_wrap=True)
+    resumed = f", {count(report.resumed)} of them before this run" if report.resumed else ""
+    files = f"{plural(len(report.files), 'file')}{resumed}"
     rows = [
         ("converted", f"{source} to {target}, {plural(report.modules, 'quantized module')}"),
-        (
-            "written",
-            f"{size(report.bytes_written)} in {plural(len(report.files), 'file')}; read {size(report.bytes_read)}",
-        ),
+        ("written", f"{size(report.bytes_written)} in {files}; read {size(report.bytes_read)}"),
     ]
     if report.decode_digests:
         rows.append(("digests", f"{plural(len(report.decode_digests), 'decode digest')} in the manifest"))

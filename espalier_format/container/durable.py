@@ -43,10 +43,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_error(error: Exception, path: str | Path) -> WriteError:
-    """Return the `WriteError` for what the operating system said."""
+def write_error(error: Exception, path: str | Path, *, kept: bool = False) -> WriteError:
+    """Return the `WriteError` for what the operating system said; `kept` says that finished files stay."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return WriteError(f"cannot write: {reason}; what was written has been removed", path=str(path).replace("\0", "\\0"))
+    rest = "what is finished is kept, and --resume goes on from there" if kept else "what was written has been removed"
+    return WriteError(f"cannot write: {reason}; {rest}", path=str(path).replace("\0", "\\0"))
 
 
 def take_lock(path: Path) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from espalier_format.container.folder import check_name
 from espalier_format.container.json_document import read_json_object
 from espalier_format.container.names import MANIFEST_NAME, PROGRESS_NAME, SIGNATURE_NAME
 from espalier_format.errors import EspalierError, OutputExistsError
@@ -42,18 +43,22 @@ def own_files(root: Path) -> frozenset[str]:
 
 
 class Notes(NamedTuple):
-    """What a commit is about to do: `old` are the entries it moves away, `new` the files it puts in their place."""
+    """What a commit is about to do: `old` are the entries it moves away, `new` the files it puts in their place.
+
+    `new` gives for each of them where it was before, relative to the folder for temporary files.
+    """
 
     old: frozenset[str]
-    new: frozenset[str]
+    new: Mapping[str, str]
 
 
-def note_files(work: Path, names: Iterable[str], *, old: Iterable[str], new: Iterable[str]) -> None:
+def note_files(work: Path, names: Iterable[str], *, old: Iterable[str], new: Mapping[str, Path]) -> None:
     """Write down, on disk, that these files belong to the output, and what a commit does with them.
 
     The run may be killed before its manifest is there.
     """
-    document = {"files": sorted(names), "old": sorted(old), "new": sorted(new)}
+    staged = {name: str(path.relative_to(work)) for name, path in sorted(new.items())}
+    document = {"files": sorted(names), "old": sorted(old), "new": staged}
     fresh = work / f"{NOTES_NAME}.partial"
     with fresh.open("w", encoding="ascii") as notes:
         json.dump(document, notes)
@@ -66,9 +71,12 @@ def read_notes(work: Path) -> Notes:
     """Return the notes in the folder for temporary files; without readable ones nothing is old or new."""
     try:
         document = read_json_object(work / NOTES_NAME)
-        return Notes(frozenset(document.get("old") or ()), frozenset(document.get("new") or ()))
-    except (EspalierError, TypeError):
-        return Notes(frozenset(), frozenset())
+        notes = Notes(frozenset(document.get("old") or ()), dict(document.get("new") or {}))
+        for name in (*notes.new.keys(), *notes.new.values()):
+            check_name(name)  # the folder may come from anybody
+        return notes  # noqa: TRY300 - what is unsafe is unreadable
+    except (EspalierError, TypeError, ValueError):
+        return Notes(frozenset(), {})
 
 
 def refuse_foreign_files(root: Path, own: frozenset[str], shown_as: Path) -> None:

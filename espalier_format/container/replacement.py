@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final
 
@@ -63,10 +64,10 @@ def _settle(root: Path, work: Path, *, undo: bool) -> OSError | None:
         return error
     notes = read_notes(work)
     if left.issuperset(notes.old):  # everything was moved away: what stands there now is new
-        if not undo and notes.new and all(os.path.lexists(root / name) for name in notes.new):
+        if not undo and is_complete(root, work):
             discard(work)
             return None
-        _remove_new(root, notes)
+        _take_back(root, work, notes)
     failure: OSError | None = None
     for name in sorted(left, key=lambda name: (_LAST.get(name, 0), name)):  # nothing looks complete before it is
         try:
@@ -80,8 +81,30 @@ def _settle(root: Path, work: Path, *, undo: bool) -> OSError | None:
     return failure
 
 
-def _remove_new(root: Path, notes: Notes) -> None:
+def is_complete(root: Path, work: Path) -> bool:
+    """Tell whether all that the last commit was to put in its place is there."""
+    new = read_notes(work).new
+    return bool(new) and all(os.path.lexists(root / name) for name in new)
+
+
+def is_unfinished(work: Path, found: AbstractSet[str]) -> bool:
+    """Tell whether `found`, all that is in a folder, is an output under way and nothing else.
+
+    Some of its files may have their names already, if it replaces nothing: a run was killed during the commit.
+    """
+    if found == {work.name}:
+        return True
+    if CONFIG_NAME in found or not (work / OLD_NAME).exists():
+        return False
+    notes = read_notes(work)
+    return not notes.old and found - {work.name} <= {name.partition("/")[0] for name in notes.new}
+
+
+def _take_back(root: Path, work: Path, notes: Notes) -> None:
+    """Move the new files to where they came from: a run that goes on with them need not write them again."""
     for name in sorted(notes.new, key=lambda name: name != CONFIG_NAME):
+        with contextlib.suppress(OSError):
+            (root / name).rename(work / notes.new[name])
         with contextlib.suppress(OSError):
             (root / name).unlink()
     for folder in sorted(_folders(notes.new), key=lambda name: -name.count("/")):

@@ -19,8 +19,14 @@ from espalier_format.container.durable import Folders, sync_folder, take_lock, w
 from espalier_format.container.folder import check_name
 from espalier_format.container.index import INDEX_NAME
 from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, PROGRESS_NAME
-from espalier_format.container.ownership import KEPT_NAMES, NOTES_NAME, note_files, own_files, refuse_foreign_files
-from espalier_format.container.replacement import OLD_NAME, discard, settle
+from espalier_format.container.ownership import (
+    KEPT_NAMES,
+    NOTES_NAME,
+    note_files,
+    own_files,
+    refuse_foreign_files,
+)
+from espalier_format.container.replacement import OLD_NAME, discard, is_complete, is_unfinished, settle
 from espalier_format.errors import EspalierError, OutputExistsError, PathError, UsageError, WriteError
 
 _LOCK: Final = "lock"
@@ -60,8 +66,9 @@ class Staging:
         self.workspace: Path | None = None
         try:
             self.root = _real(destination)
+            self.work = self.root / PROGRESS_NAME
             if workspace is not None:
-                self.workspace = self.root / PROGRESS_NAME / workspace
+                self.workspace = self.work / workspace
             for source in sources:
                 check_apart(self.root, source.resolve(), destination)
             self._check_free()
@@ -69,7 +76,6 @@ class Staging:
             raise
         except (OSError, RuntimeError, ValueError) as error:
             raise write_error(error, destination) from error
-        self.work = self.root / PROGRESS_NAME
         self._lock: int | None = None
         self._replaces = False
         self._committed = False
@@ -96,6 +102,8 @@ class Staging:
                 failure = settle(self.root, self.work, undo=False)
                 if failure is not None:
                     raise failure
+                if self.workspace is not None and is_complete(self.root, self.work):
+                    shutil.rmtree(self.workspace, ignore_errors=True)  # it has served its purpose
                 self._replaces = self._check_free()
             for entry in self.work.iterdir():  # left behind by a run that was killed
                 if entry.name not in (_LOCK, NOTES_NAME) and not (self.resume and entry == self.workspace):
@@ -115,8 +123,8 @@ class Staging:
             self.abort()
             raise self._failure(error) from error
 
-    def file(self, name: str) -> Path:
-        """Return a fresh temporary path for the file that will be called `name`.
+    def file(self, name: str, path: Path | None = None) -> Path:
+        """Return a fresh temporary path for the file that will be called `name`, or take `path` for it.
 
         Raises:
             PathError: unsafe name, or one in a hidden folder.
@@ -133,7 +141,7 @@ class Staging:
             raise UsageError(text, path=self.destination)
         self._folders |= folders
         self._count += 1
-        self._staged[name] = self.work / f"{self._count:06d}.partial"
+        self._staged[name] = path or self.work / f"{self._count:06d}.partial"
         return self._staged[name]
 
     def commit(self, last: Iterable[str] = ()) -> None:
@@ -158,7 +166,8 @@ class Staging:
             kept = {path.name for path in content if path.name in KEPT_NAMES}
             content = [path for path in content if path.name not in kept]
             names = [name for name in names if name not in kept]
-            note_files(self.work, own.union(names), old=[path.name for path in content], new=names)
+            staged = {name: self._staged[name] for name in names}
+            note_files(self.work, own.union(names), old=[path.name for path in content], new=staged)
             old = self.work / OLD_NAME
             old.mkdir()
             for path in content:
@@ -211,7 +220,7 @@ class Staging:
             return False
         except NotADirectoryError as error:
             raise OutputExistsError("exists and is not a folder", path=self.destination) from error
-        if not found or (self.resume and found == {PROGRESS_NAME}):
+        if not found or (self.resume and is_unfinished(self.work, found)):
             return False
         ours = MANIFEST_NAME in found or PROGRESS_NAME in found
         if not self.force:
@@ -219,6 +228,8 @@ class Staging:
             if self.workspace is not None and self.workspace.is_dir() and CONFIG_NAME not in found:
                 both = "" if found == {PROGRESS_NAME} else " with --force"
                 hint = f"; --resume{both} goes on with it, --force alone begins anew"
+            if self.resume and CONFIG_NAME in found and is_complete(self.root, self.work):
+                raise OutputExistsError("holds the complete output already; --force replaces it", path=self.destination)
             what = "holds an unfinished output" if found == {PROGRESS_NAME} else "is not empty"
             raise OutputExistsError(f"destination {what}{hint}", path=self.destination)
         if not ours:

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from espalier_format.container.durable import write_error
+from espalier_format.container.finished_files import FinishedFiles
 from espalier_format.container.folder import is_shard_name
 from espalier_format.container.hashing import Buffer, FileHasher, FileRecord
 from espalier_format.container.header import Header, serialise_header, tensor_bytes
 from espalier_format.container.index import INDEX_NAME, Index
-from espalier_format.container.names import MANIFEST_NAME
-from espalier_format.container.pieces import batches, piece_bytes, start_writeback, write_all
+from espalier_format.container.names import MANIFEST_NAME, WORKSPACE_NAME
+from espalier_format.container.pieces import batches, start_writeback, write_all
+from espalier_format.container.planned_tensor import PlannedTensor, shard_bytes
 from espalier_format.container.regular_file import open_regular, read_pieces
 from espalier_format.container.shard import CHUNK_BYTES, Shard
 from espalier_format.container.staging import Staging
-from espalier_format.errors import ShapeError, UsageError
+from espalier_format.errors import EspalierError, UsageError, WriteError
 
 _QUEUED_BYTES: Final = 8 * CHUNK_BYTES  # that wait for the hashing thread
 _OPEN_FILES: Final = 32  # that wait for the disk: a process may have 256 or 1024
 _FLUSH_BYTES: Final = 8 * 1024 * 1024
 
 _T = TypeVar("_T")
-
-
-class PlannedTensor(NamedTuple):
-    """A tensor to write: `chunks` gives its little-endian bytes in order, in pieces of any size.
-
-    A piece is written and hashed later than it was taken, so its content must not change any more.
-    """
-
-    name: str
-    dtype: str
-    shape: Sequence[int]
-    chunks: Callable[[], Iterable[Buffer]]
 
 
 class CheckpointWriter:
@@ -49,6 +41,9 @@ class CheckpointWriter:
     config.json gets its name last. When an exception (KeyboardInterrupt too) leaves the `with` block, or `finish` was
     not called, the destination is as it was before. After a kill or power loss it holds no config.json unless it is
     complete; what is left then is in `.espalier-in-progress` and goes with the next run with `force`.
+
+    With a `job`, shards and copied files that are complete stay there as well after an interruption or a failure to
+    write, and a run with `resume` and the same job takes them over: it hashes them and writes only what is missing.
 
     Memory: a few pieces of 4 MiB. Each file is hashed while it is written, by a second thread; a third waits for the
     disk.
@@ -63,13 +58,15 @@ class CheckpointWriter:
         progress: Callable[[int], object] | None = None,
         workspace: str | None = None,
         resume: bool = False,
+        job: Mapping[str, object] | None = None,
     ) -> None:
         """Check the destination; nothing is changed before the `with` block is entered.
 
         `sources` are the folders that are read from; `force` allows to replace an output of this program at commit
         time; `progress` is called with the number of bytes just written. `workspace` names a folder for intermediate
         results: what is in it survives an exception and a kill, and goes when the output is complete. With `resume`
-        the one that an earlier run left behind is taken over; else it is emptied, for which `force` is needed.
+        the one that an earlier run left behind is taken over; else it is emptied, for which `force` is needed. `job`
+        states everything that decides about the content of shards and copied files (`take_over`).
 
         Raises:
             UsageError, OutputExistsError, WriteError: as `Staging`.
@@ -81,9 +78,11 @@ class CheckpointWriter:
             self.destination,
             force=force,
             sources=[Path(source) for source in sources],
-            workspace=workspace,
+            workspace=WORKSPACE_NAME if job is not None and workspace is None else workspace,
             resume=resume,
         )
+        self._job = job
+        self._finished: FinishedFiles | None = None
         self._progress = progress
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="espalier-hash")
         # Apart from hashing: an fsync waits for the disk, and the next file can be hashed meanwhile.
@@ -94,6 +93,7 @@ class CheckpointWriter:
         self._weight_map: dict[str, str] = {}
         self._tensor_bytes = 0
         self._open: dict[int, Path] = {}
+        self._resumed = 0
         self._last: list[str] = []
         self._state = "new"
 
@@ -102,13 +102,27 @@ class CheckpointWriter:
             raise UsageError("a writer can be used once", path=self.destination)
         self._state = "open"
         self._staging.open()
+        if self._job is not None:
+            try:
+                self._finished = FinishedFiles(self.workspace, self._job)
+            except BaseException as error:
+                self._abort()
+                if isinstance(error, OSError) and not isinstance(error, EspalierError):
+                    raise write_error(error, self.destination) from error
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._state != "finished":
-            self._abort()
+            # What the source or the options made impossible is so again in the next run.
+            self._abort(keep=not isinstance(error, EspalierError) or isinstance(error, WriteError))
+
+    @property
+    def resumed(self) -> int:
+        """How many files were taken over from an earlier run."""
+        return self._resumed
 
     @property
     def workspace(self) -> Path:
@@ -142,7 +156,8 @@ class CheckpointWriter:
         planned = list(tensors)
         header = serialise_header(((item.name, item.dtype, item.shape) for item in planned), metadata, pad=pad)
         sizes = [tensor_bytes(item.dtype, item.shape) for item in planned]
-        self._write(name, len(header) + sum(sizes), _shard_bytes(header, planned, sizes))
+        plan = hashlib.sha256(header).hexdigest()
+        self._write(name, len(header) + sum(sizes), shard_bytes(header, planned, sizes), plan)
         self._list(name, (item.name for item in planned), sum(sizes))
 
     def add_copy(self, name: str, source: Path, *, header: Header | None = None) -> None:
@@ -161,7 +176,7 @@ class CheckpointWriter:
                 header = shard.header
         file, size = open_regular(source)
         with file:
-            self._write(name, size, read_pieces(file.fileno(), 0, size, CHUNK_BYTES, source))
+            self._write(name, size, read_pieces(file.fileno(), 0, size, CHUNK_BYTES, source), f"copy of {size} bytes")
         if header is not None:
             self._list(name, header.tensors, header.file_size - header.data_start)
 
@@ -206,10 +221,14 @@ class CheckpointWriter:
         self._closing.shutdown()
         return records
 
-    def _write(self, name: str, size: int, chunks: Iterator[Buffer]) -> None:
+    def _write(self, name: str, size: int, chunks: Iterator[Buffer], plan: str | None = None) -> None:
+        """Write a file; `plan` tells what is in it, of one that a later run may take over."""
         if self._state != "open":
             raise UsageError("a writer writes within its with block only", path=self.destination)
-        path = self._staging.file(name)
+        finished = None if plan is None else self._finished
+        path = self._staging.file(name, None if finished is None else finished.path(name))
+        if finished is not None and plan is not None and self._take_over(finished, name, plan):
+            return
         if len(self._open) >= _OPEN_FILES:
             newest = next(reversed(self._records))
             self._result(self._records[newest], newest)  # they are closed in order
@@ -218,7 +237,7 @@ class CheckpointWriter:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise write_error(error, self.destination / name) from error
+            raise self._write_error(error, name) from error
         self._open[descriptor] = path
         hasher = FileHasher(size)
         position = flushed = 0
@@ -231,12 +250,28 @@ class CheckpointWriter:
                     start_writeback(descriptor, flushed, position - flushed)
                     flushed = position
             except OSError as error:
-                raise write_error(error, self.destination / name) from error
+                raise self._write_error(error, name) from error
             if self._progress is not None:
                 self._progress(count)
         record = self._hashing.submit(hasher.record)
-        self._records[name] = self._closing.submit(self._close, descriptor, record)
+        note = None if finished is None or plan is None else partial(finished.add, name, plan)
+        self._records[name] = self._closing.submit(self._close, descriptor, record, note)
         self._state = "open"
+
+    def _take_over(self, finished: FinishedFiles, name: str, plan: str) -> bool:
+        try:
+            found = finished.find(name, plan, self._progress)
+        except OSError as error:
+            raise self._write_error(error, name) from error
+        if found is None:
+            return False
+        self._records[name] = Future()
+        self._records[name].set_result(found)
+        self._resumed += 1
+        return True
+
+    def _write_error(self, error: OSError, name: str) -> WriteError:
+        return write_error(error, self.destination / name, kept=self._finished is not None)
 
     def _submit(self, hasher: FileHasher, batch: list[Buffer], count: int, name: str) -> None:
         while self._queued and self._queued_bytes + count > _QUEUED_BYTES:
@@ -250,14 +285,19 @@ class CheckpointWriter:
         try:
             return future.result()
         except OSError as error:
-            raise write_error(error, self.destination / name) from error
+            raise self._write_error(error, name) from error
 
-    def _close(self, descriptor: int, record: Future[FileRecord]) -> FileRecord:
+    def _close(
+        self, descriptor: int, record: Future[FileRecord], note: Callable[[FileRecord], None] | None
+    ) -> FileRecord:
         os.fsync(descriptor)
         # First: once it is closed, the other thread may open another file under the same number.
         del self._open[descriptor]
         os.close(descriptor)
-        return record.result()
+        result = record.result()
+        if note is not None:
+            note(result)
+        return result
 
     def _list(self, name: str, tensors: Iterable[str], size: int) -> None:
         if not is_shard_name(name):
@@ -270,33 +310,19 @@ class CheckpointWriter:
             self._weight_map[tensor] = name
         self._tensor_bytes += size
 
-    def _abort(self) -> None:
+    def _abort(self, *, keep: bool = False) -> None:
         self._state = "aborted"
-        self._hashing.shutdown(cancel_futures=True)
-        self._closing.shutdown(cancel_futures=True)
+        # What is written already is worth the moment that it takes to finish it.
+        drop = self._finished is None or not keep
+        self._hashing.shutdown(cancel_futures=drop)
+        self._closing.shutdown(cancel_futures=drop)
         for descriptor in self._open:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._open.clear()
+        if self._finished is not None:
+            self._finished.leave(keep=keep)
         self._staging.abort()
-
-
-def _shard_bytes(header: bytes, tensors: list[PlannedTensor], sizes: list[int]) -> Iterator[Buffer]:
-    yield header
-    for tensor, size in zip(tensors, sizes, strict=True):
-        missing = size
-        for chunk in tensor.chunks():
-            missing -= piece_bytes(chunk)
-            if missing < 0:
-                break
-            yield chunk
-        if missing:
-            raise ShapeError(
-                "data is of another size than the shape",
-                tensor=tensor.name,
-                expected=f"{size} bytes",
-                got=size - missing,
-            )
 
 
 def _hash(hasher: FileHasher, batch: list[Buffer]) -> None:

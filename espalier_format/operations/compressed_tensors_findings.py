@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.checkpoint.components import Component, component_of
-from espalier_format.checkpoint.files import missing_tensors
 from espalier_format.container.index import INDEX_NAME
 from espalier_format.container.names import CONFIG_NAME
+from espalier_format.converters.compressed_tensors_patterns import spell
 from espalier_format.converters.compressed_tensors_schemes import read_schemes
 from espalier_format.errors import (
     DtypeError,
@@ -51,18 +51,18 @@ def find_contradictions(checkpoint: Checkpoint) -> Contradictions:
     path = checkpoint.folder.root / CONFIG_NAME
     schemes = read_schemes(checkpoint.config, path)
     modules = list(dict.fromkeys((*checkpoint.packed, *(n.rpartition(".")[0] for n in checkpoint.plain))))
+    spelled = spell(modules)
     findings: list[EspalierError] = []
     warnings: list[str] = []
-    missing = missing_tensors(checkpoint)
-    if missing:
-        message = f"the index names {_shown(missing, 'tensor')} that no shard holds"
+    if checkpoint.missing:
+        message = f"the index names {_shown(checkpoint.missing, 'tensor')} that no shard holds"
         findings.append(IndexMismatchError(message, path=checkpoint.folder.root / INDEX_NAME))
     findings += [
         MissingTensorError(f"the target {entry[:200]!a} of {group.name[:60]!a} matches no module", path=path)
         for group in schemes.groups
-        for entry in group.targets.idle(modules)
+        for entry in group.targets.idle(spelled)
     ]
-    dead = list(schemes.ignore.idle(modules))
+    dead = list(schemes.ignore.idle(spelled, schemes.ignore.prepare(spelled)))
     if dead:
         verb = "matches" if len(dead) == 1 else "match"
         warnings.append(f"{_shown(dead, 'ignore entry', 'ignore entries')} {verb} nothing")
@@ -93,11 +93,11 @@ def _draft_model(checkpoint: Checkpoint, schemes: Schemes, findings: list[Espali
     """Look at the multi-token-prediction layers: a drafter that loads none of them guesses, and nobody notices."""
     path = checkpoint.folder.root / CONFIG_NAME
     layers, first = _stated_layers(checkpoint.config)
-    held = any(
-        component_of(name) is Component.MTP or (first is not None and f"layers.{first}." in name)
-        for name in checkpoint.tensors
+    held = not layers or any(
+        component_of(name) is Component.MTP or (first is not None and f"layers.{first}." in f"{name}.")
+        for name in (*checkpoint.packed, *checkpoint.plain)
     )
-    if layers and not held:
+    if not held:
         message = f"config.json states {layers} multi-token-prediction layers, but there are no tensors of them"
         findings.append(MissingTensorError(message, path=path))
     packed = [name for name in checkpoint.packed if component_of(name) is Component.MTP]

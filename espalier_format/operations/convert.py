@@ -32,6 +32,7 @@ def convert(
     dtype: Literal["source", "bf16", "fp16", "fp32"] | None = None,
     force: bool = False,
     digests: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Convert the checkpoint folder ``source`` to the format ``to`` in the folder ``destination``.
@@ -40,12 +41,28 @@ def convert(
     either, and from compressed-tensors. ``digests`` adds decode digests to the manifest of an Espalier output;
     ``force`` replaces a destination that holds an earlier output.
 
+    An interruption loses no finished file: they lie in a hidden folder in the destination, from where ``resume`` goes
+    on, to the same bytes. Without it, an unfinished output is refused unless ``force`` is given.
+
     Raises:
-        UsageError: options that do not go together, or a source that has the wanted format already.
+        UsageError: options that do not go together, a source that has the wanted format already, or an unfinished
+            output of another source or with other options.
         SourceError: the source is not of a format that can be converted to ``to``.
         LossyError: an Espalier checkpoint that EXL3 cannot hold.
         DigestError: the source has a manifest, and a file of it is missing or of another size; nothing is written.
         EspalierError: as `open_checkpoint`, `exl3_to_espalier`, `espalier_to_exl3` and `to_hf`.
+
+    >>> import tempfile
+    >>> from importlib.resources import files
+    >>> source = str(files("espalier_format") / "demo_data" / "llama-3.0-mcg")
+    >>> with tempfile.TemporaryDirectory() as scratch:
+    ...     there = convert(source, f"{scratch}/espalier", to="espalier")
+    ...     back = convert(f"{scratch}/espalier", f"{scratch}/exl3", to="exl3")
+    ...     same = Path(scratch, "exl3", "model.safetensors").read_bytes() == Path(
+    ...         source, "model.safetensors"
+    ...     ).read_bytes()
+    >>> there.modules, back.modules, same
+    (15, 15, True)
     """
     if to not in TARGETS:
         raise UsageError(f"cannot convert to {to!r}; the targets are {', '.join(TARGETS)}")
@@ -65,15 +82,17 @@ def convert(
         if to == "hf":
             from espalier_format.converters.to_hf import to_hf  # noqa: PLC0415 - only what is needed
 
-            report = to_hf(checkpoint, target, dtype=dtype or "source", force=force, progress=progress)
+            report = to_hf(checkpoint, target, dtype=dtype or "source", force=force, resume=resume, progress=progress)
         elif to == "espalier":
             from espalier_format.converters.exl3_to_espalier import exl3_to_espalier  # noqa: PLC0415
 
-            report = exl3_to_espalier(checkpoint, target, force=force, digests=digests, progress=progress)
+            report = exl3_to_espalier(
+                checkpoint, target, force=force, digests=digests, resume=resume, progress=progress
+            )
         else:
             from espalier_format.converters.espalier_to_exl3 import espalier_to_exl3  # noqa: PLC0415
 
-            report = espalier_to_exl3(checkpoint, target, force=force, progress=progress)
+            report = espalier_to_exl3(checkpoint, target, force=force, resume=resume, progress=progress)
     return replace(report, warnings=(*warnings, *report.warnings))
 
 

@@ -52,6 +52,11 @@ def inspect_checkpoint(path: str | Path) -> InspectReport:
 
     Raises whatever :func:`espalier_format.checkpoint.open_checkpoint` raises: a checkpoint that opens can be
     described. Time and memory grow with the number of tensors, not with their size.
+
+    >>> from importlib.resources import files
+    >>> report = inspect_checkpoint(str(files("espalier_format") / "demo_data" / "llama-3.0-mcg"))
+    >>> report.format, report.architecture, report.bits, report.head_bits
+    ('exl3', 'LlamaForCausalLM', 3.0, 7.2)
     """
     with _open(path) as checkpoint:
         return describe(checkpoint, str(path), lone=Path(path).is_file())

@@ -19,6 +19,7 @@ def packed_groups(
     The label is "int4 g128" for example. Scales, zero points, orders and shapes count as scales.
     """
     for module in modules:
-        parameters = sum(tensor.nbytes for tensor in (*module.parameters, *module.activations))
-        numbers = (1, len(module.tensors), module.weights, module.weight.nbytes, parameters, 0)
+        beside = (*module.parameters, *module.activations)
+        parameters = sum([tensor.info.end - tensor.info.start for tensor in beside])
+        numbers = (1, 1 + len(beside), module.weights, module.weight.nbytes, parameters, 0)
         yield module.component, module.scheme.label, module.scheme.bits, numbers

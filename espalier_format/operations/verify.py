@@ -50,6 +50,11 @@ def verify_checkpoint(
         UsageError: ``record`` without ``deep``, or for something else than an Espalier folder with a manifest.
         MissingFileError: there is nothing at ``path``.
         WriteError: the manifest cannot be replaced.
+
+    >>> from importlib.resources import files
+    >>> report = verify_checkpoint(str(files("espalier_format") / "demo_data" / "llama-3.0-mcg"))
+    >>> report.exit_code, [check.name for check in report.checks][:3]
+    (0, ['structure', 'safetensors', 'index'])
     """
     if record and not deep:
         raise UsageError("record needs deep: the digests come from decoding every module")

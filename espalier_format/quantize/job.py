@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import TYPE_CHECKING
 
 from espalier_format.converters.output import this_producer
+from espalier_format.converters.source_state import describe_shards, digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,15 +41,16 @@ def describe_job(
         for module in plan.modules
     ]
     return {
+        "command": "quantize",
         "version": this_producer().version,
         "format": "exl3" if plan.exl3 else "espalier",
-        "source": [[shard.name, *_stamp(shard.path), _digest(repr(shard.header))] for shard in source.shards],
+        "source": describe_shards(source),
         **_schemes(source),
-        "recipe": {"rules": [rule.to_json() for rule in plan.recipe.rules], "modules": _digest(repr(modules))},
+        "recipe": {"rules": [rule.to_json() for rule in plan.recipe.rules], "modules": digest(repr(modules))},
         "bits": bits,
         "seed": seed,
-        "set of Hessians": None if hessians is None else _digest(repr(_listing(hessians))),
-        "sensitivity": _digest(repr(sorted(weights.items()))),
+        "set of Hessians": None if hessians is None else digest(repr(_listing(hessians))),
+        "sensitivity": digest(repr(sorted(weights.items()))),
     }
 
 
@@ -58,18 +59,9 @@ def _schemes(source: Checkpoint) -> dict[str, object]:
     if not source.packed:
         return {}
     schemes = ((m.name, m.scheme.label, m.scheme.reordered, m.packing, m.zero_packing) for m in source.packed.values())
-    return {"schemes": _digest(repr(list(schemes)))}
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    return {"schemes": digest(repr(list(schemes)))}
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
     with os.scandir(folder) as entries:
         return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

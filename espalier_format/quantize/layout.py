@@ -10,7 +10,7 @@ from espalier_format.checkpoint.espalier import ESP_PREFIX, VERSION_KEY
 from espalier_format.codec.codebook import EXL3_MARKERS
 from espalier_format.codec.rotation import padded
 from espalier_format.container.header import serialise_header
-from espalier_format.container.writer import PlannedTensor
+from espalier_format.container.planned_tensor import PlannedTensor
 from espalier_format.converters.espalier_shards import espalier_items
 from espalier_format.converters.exl3_config import marker_of
 from espalier_format.converters.exl3_modules import ImportedModule

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.storage_claims import STORAGE_NAME
 from espalier_format.container.header import tensor_bytes
-from espalier_format.container.names import CONFIG_NAME
+from espalier_format.container.names import CONFIG_NAME, WORKSPACE_NAME
 from espalier_format.container.writer import CheckpointWriter
 from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.encoder.options import EncoderOptions
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from espalier_format.quantize.prepare import Preparation
     from espalier_format.quantize.recipe import Recipe
     from espalier_format.quantize.state import ModuleResult
-
-WORKSPACE: Final = "quantize"
-"""Folder inside the hidden folder of an unfinished output that holds what is finished."""
 
 _SHOWN: Final = 3
 
@@ -79,7 +76,7 @@ def quantize_checkpoint(
         force=options.force,
         sources=[source.folder.root],
         progress=writing,
-        workspace=WORKSPACE,
+        workspace=WORKSPACE_NAME,
         resume=options.resume,
     ) as writer:
         state = QuantizeState(writer.workspace, job)

@@ -21,10 +21,11 @@ import numpy as np
 from espalier_format.container.atomic_file import replace_file
 from espalier_format.container.durable import sync_folder
 from espalier_format.container.header import serialise_header
+from espalier_format.container.job import JOB_NAME, take_over
 from espalier_format.container.json_document import parse_json
 from espalier_format.container.regular_file import read_regular
 from espalier_format.container.shard import Shard
-from espalier_format.errors import EspalierError, UsageError, WriteError
+from espalier_format.errors import EspalierError, WriteError
 from espalier_format.limits import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from espalier_format.encoder.options import EncodedModule
 
-_JOB: Final = "job.json"
 _MEASUREMENTS: Final = "measurements.jsonl"
 _RESULTS: Final = "results"
 _SUFFIX: Final = ".safetensors"
@@ -71,16 +71,8 @@ class QuantizeState:
         self._lines: list[str] = []
         self._synced = time.monotonic()
         self.measurements: dict[str, tuple[float, ...]] = {}
-        text = json.dumps(job, indent=1, sort_keys=True)
-        if (folder / _JOB).exists():
-            self._compare(json.loads(text))
+        if take_over(folder, job):
             self._read_measurements()
-        else:
-            with _write_errors(folder):
-                self._results.mkdir(exist_ok=True)
-                for entry in self._results.iterdir():  # a kill before job.json was there
-                    entry.unlink()
-            replace_file(folder / _JOB, text.encode("ascii"))
         with _write_errors(folder):
             self._results.mkdir(exist_ok=True)
             for entry in self._results.iterdir():
@@ -113,7 +105,7 @@ class QuantizeState:
             return
         with contextlib.suppress(OSError):
             self._results.rmdir()
-            (self._folder / _JOB).unlink()
+            (self._folder / JOB_NAME).unlink()
 
     def result(self, number: int, module: str, codebook: str) -> ModuleResult | None:
         """Return the result of a module if it is there and whole: its bytes are hashed. Else None."""
@@ -170,20 +162,6 @@ class QuantizeState:
 
     def _path(self, number: int) -> Path:
         return self._results / f"{number:06d}{_SUFFIX}"
-
-    def _compare(self, job: Mapping[str, object]) -> None:
-        path = self._folder / _JOB
-        try:
-            earlier: object = json.loads(read_regular(path, MAX_JSON_BYTES))
-        except ValueError:
-            earlier = None
-        keys = job.keys() | (earlier.keys() if isinstance(earlier, dict) else set())
-        different = sorted(key for key in keys if not isinstance(earlier, dict) or earlier.get(key) != job.get(key))
-        if different:
-            raise UsageError(
-                f"the unfinished output was begun with another {' and another '.join(different)}; --force begins anew",
-                path=path.parent.parent.parent,
-            )
 
     def _read_measurements(self) -> None:
         path = self._folder / _MEASUREMENTS

@@ -21,8 +21,9 @@ from espalier_format.container.folder import CheckpointFolder
 from espalier_format.container.hashing import FileRecord
 from espalier_format.container.index import INDEX_NAME, Index
 from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, PROGRESS_NAME
+from espalier_format.container.planned_tensor import PlannedTensor
 from espalier_format.container.shard import Shard
-from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+from espalier_format.container.writer import CheckpointWriter
 from espalier_format.errors import (
     DtypeError,
     LimitError,

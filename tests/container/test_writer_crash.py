@@ -24,7 +24,8 @@ SCRIPT = """
     import json, os, signal, sys, time
     from pathlib import Path
     from espalier_format.container import staging
-    from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+    from espalier_format.container.planned_tensor import PlannedTensor
+    from espalier_format.container.writer import CheckpointWriter
 
     def write(stage, out, ready):
         def pause(here):
@@ -135,7 +136,8 @@ def test_interrupt_cleans_up(tmp_path: Path) -> None:
 FULL = """
     import resource, sys
     from pathlib import Path
-    from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+    from espalier_format.container.planned_tensor import PlannedTensor
+    from espalier_format.container.writer import CheckpointWriter
     from espalier_format.errors import WriteError
 
     limit, out = int(sys.argv[1]), Path(sys.argv[2])

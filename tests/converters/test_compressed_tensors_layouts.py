@@ -46,6 +46,7 @@ def packed(original: Path) -> dict[str, Packed]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.capability("compressed-tensors", "weights are the library's, bit for bit")
 def test_every_module_decodes_to_the_bits_of_the_library(name: str, packed: dict[str, Packed], tmp_path: Path) -> None:
     case = packed[name]
     with open_checkpoint(case.draft.write(tmp_path)) as checkpoint:

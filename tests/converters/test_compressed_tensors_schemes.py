@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from espalier_format.converters import compressed_tensors_patterns
-from espalier_format.converters.compressed_tensors_patterns import Names
+from espalier_format.converters.compressed_tensors_patterns import Names, spell
 from espalier_format.converters.compressed_tensors_schemes import Schemes, read_schemes
 from espalier_format.errors import EspalierError, LimitError, SchemaError, SourceError
 
@@ -61,7 +61,7 @@ def test_a_container_does_not_name_what_is_in_it_and_a_class_no_module() -> None
     assert names.rank("mlp.up_proj") == 1
     assert not names.named("mlp.up_proj")
     assert names.named("mlp")
-    assert list(Names.parse(["mlp", "re:mlp$", "re:mlp", "Linear"], "ignore", PATH).idle(["mlp.up_proj"])) == [
+    assert list(Names.parse(["mlp", "re:mlp$", "re:mlp", "Linear"], "ignore", PATH).idle(spell(["mlp.up_proj"]))) == [
         "mlp",
         "re:mlp$",
     ]
@@ -164,7 +164,7 @@ def test_junk_is_refused_or_harmless(key: str, junk: object) -> None:
     except EspalierError:
         return
     schemes.resolve("a.b")
-    assert set(schemes.ignore.idle(["a.b"])) <= set(schemes.ignore.entries)
+    assert set(schemes.ignore.idle(spell(["a.b"]))) <= set(schemes.ignore.entries)
 
 
 def test_groups_without_weights_and_warnings() -> None:

@@ -102,6 +102,7 @@ def test_report_is_json(llama_exl3: Path, tmp_path: Path) -> None:
         "files": sorted(path.name for path in (tmp_path / "out").iterdir()),
         "warnings": [],
         "decode_digests": {},
+        "resumed": 0,
     }
 
 

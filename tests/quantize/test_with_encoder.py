@@ -19,7 +19,8 @@ from quantize_cases import dense_draft, moe_draft, moe_tensors, values, widened,
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.codec.codebook import get_codebook
-from espalier_format.container.writer import CheckpointWriter, PlannedTensor
+from espalier_format.container.planned_tensor import PlannedTensor
+from espalier_format.container.writer import CheckpointWriter
 from espalier_format.operations.convert import convert
 from espalier_format.operations.inspect import inspect_checkpoint
 from espalier_format.operations.quantize import quantize

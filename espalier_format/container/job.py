@@ -1,0 +1,64 @@
+"""What an unfinished output was begun with: only a run that agrees in all of it may go on with its work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from espalier_format.container.atomic_file import replace_file
+from espalier_format.container.durable import write_error
+from espalier_format.container.regular_file import read_regular
+from espalier_format.errors import UsageError
+from espalier_format.limits import MAX_JSON_BYTES
+
+JOB_NAME: Final = "job.json"
+"""File in the workspace of an output that states the job."""
+
+_COMMAND: Final = "command"
+
+
+def take_over(workspace: Path, job: Mapping[str, object]) -> bool:
+    """Return whether `workspace` holds the work of this very job; where it states none, empty it and write it down.
+
+    `job` is a JSON object. Its member "command" names what is done, the others everything that decides about the
+    result; their names are what a person reads when they differ.
+
+    Raises:
+        UsageError: what is there belongs to another command, or to a job with other settings or another source.
+        WriteError: the operating system refuses.
+    """
+    path = workspace / JOB_NAME
+    text = json.dumps(job, indent=1, sort_keys=True)
+    if not path.exists():
+        _empty(workspace)
+        replace_file(path, text.encode("ascii"))
+        return False
+    try:
+        earlier: object = json.loads(read_regular(path, MAX_JSON_BYTES))
+    except ValueError:
+        earlier = None
+    stated = earlier if isinstance(earlier, dict) else {}
+    wanted: dict[str, object] = json.loads(text)
+    different = sorted(key for key in wanted.keys() | stated.keys() if stated.get(key) != wanted.get(key))
+    if different:
+        what = [_COMMAND] if _COMMAND in different else different
+        raise UsageError(
+            f"the unfinished output was begun with another {' and another '.join(what)}; --force begins anew",
+            path=workspace.parent.parent,
+        )
+    return True
+
+
+def _empty(workspace: Path) -> None:
+    """Remove what belongs to no job, before there is one that it could be mistaken to belong to."""
+    try:
+        for entry in list(workspace.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise write_error(error, workspace.parent.parent) from error
