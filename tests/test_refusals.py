@@ -1,6 +1,6 @@
 """One test per error class, named after it: each refusal is provoked at least once, by the corpus and beyond.
 
-The corpus (``tests/vectors/bad``) holds the small cases; what is large or needs links or a full disk is
+The corpus (``spec/vectors/refusals.json``) holds the small cases; what is large or needs links or a full disk is
 made here. The last tests check that no error class, no code and no case is left out.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import errno
-import json
+import importlib.util
 import os
 import re
 import resource
@@ -25,6 +25,8 @@ from builders import Exl3Module, Module, Tensor, espalier_draft, exl3_draft
 import espalier_format
 from espalier_format import errors, limits
 from espalier_format.checkpoint import open_checkpoint
+from espalier_format.conformance.bench import write_files
+from espalier_format.conformance.refusals import refusal_cases
 from espalier_format.converters.espalier_to_exl3 import espalier_to_exl3
 from espalier_format.converters.exl3_to_espalier import exl3_to_espalier
 from espalier_format.converters.to_hf import to_hf
@@ -35,8 +37,16 @@ from espalier_format.hub.opening import open_remote
 from espalier_format.hub.signing import TrustedKey
 from espalier_format.operations.verify import verify_checkpoint
 
-BAD = Path(__file__).parent / "vectors" / "bad"
-CASES: dict[str, dict[str, str]] = json.loads((BAD / "cases.json").read_text(encoding="utf-8"))
+CASES = {case.name: case for case in refusal_cases()}
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus as folders, one per case."""
+    folder = tmp_path_factory.mktemp("bad")
+    for case in CASES.values():
+        write_files(folder / case.name, case.files)
+    return folder
 
 
 def concrete_classes() -> list[type[EspalierError]]:
@@ -63,16 +73,16 @@ def provoke(kind: type[EspalierError], action: Callable[[], object]) -> None:
     check(caught.value, kind)
 
 
-def check_corpus(kind: type[EspalierError]) -> None:
+def check_corpus(kind: type[EspalierError], bad: Path) -> None:
     """All cases of the corpus with this code are refused for it, by the operation that must find it."""
-    found = [name for name, case in CASES.items() if case["code"] == kind.code]
+    found = [name for name, case in CASES.items() if case.code == kind.code]
     assert found
     for name in found:
-        if CASES[name]["operation"] == "open":
-            provoke(kind, lambda name=name: open_checkpoint(BAD / name))
+        if CASES[name].operation == "open":
+            provoke(kind, lambda name=name: open_checkpoint(bad / name))
         else:
-            open_checkpoint(BAD / name).close()
-        report = verify_checkpoint(BAD / name, deep=CASES[name]["operation"] == "verify --deep")
+            open_checkpoint(bad / name).close()
+        report = verify_checkpoint(bad / name, deep=CASES[name].operation == "verify --deep")
         findings = [finding for part in report.checks for finding in part.findings]
         assert [finding.code for finding in findings] == [kind.code], name
         check(findings[0], kind)
@@ -82,31 +92,31 @@ def small_espalier(folder: Path) -> Path:
     return espalier_draft((Module("m", 128, 128, "exl3-mcg@1"),), ()).write(folder)
 
 
-def test_format_version_error() -> None:
-    check_corpus(errors.FormatVersionError)
+def test_format_version_error(bad: Path) -> None:
+    check_corpus(errors.FormatVersionError, bad)
 
 
-def test_feature_error() -> None:
-    check_corpus(errors.FeatureError)
+def test_feature_error(bad: Path) -> None:
+    check_corpus(errors.FeatureError, bad)
 
 
-def test_codebook_error() -> None:
-    check_corpus(errors.CodebookError)
+def test_codebook_error(bad: Path) -> None:
+    check_corpus(errors.CodebookError, bad)
 
 
-def test_schema_error() -> None:
-    check_corpus(errors.SchemaError)
+def test_schema_error(bad: Path) -> None:
+    check_corpus(errors.SchemaError, bad)
 
 
-def test_source_error(tmp_path: Path) -> None:
-    check_corpus(errors.SourceError)
+def test_source_error(tmp_path: Path, bad: Path) -> None:
+    check_corpus(errors.SourceError, bad)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     provoke(errors.SourceError, lambda: open_checkpoint(tmp_path / "model.gguf"))
 
 
-def test_truncated_error(tmp_path: Path) -> None:
+def test_truncated_error(tmp_path: Path, bad: Path) -> None:
     """A file cut at every length is refused, as truncated but for the cut at the end of an empty header."""
-    check_corpus(errors.TruncatedError)
+    check_corpus(errors.TruncatedError, bad)
     whole = (small_espalier(tmp_path) / "model.safetensors").read_bytes()
     header_end = 8 + int.from_bytes(whole[:8], "little")
     lengths = [*range(9), 100, header_end - 1, header_end, header_end + 1, len(whole) // 2, len(whole) - 1]
@@ -123,16 +133,16 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
         provoke(errors.TruncatedError, lambda: checkpoint.decode("m"))
 
 
-def test_malformed_error(tmp_path: Path) -> None:
-    check_corpus(errors.MalformedError)
+def test_malformed_error(tmp_path: Path, bad: Path) -> None:
+    check_corpus(errors.MalformedError, bad)
     small_espalier(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").mkdir()
     provoke(errors.MalformedError, lambda: open_checkpoint(tmp_path))
 
 
-def test_overlap_error() -> None:
-    check_corpus(errors.OverlapError)
+def test_overlap_error(bad: Path) -> None:
+    check_corpus(errors.OverlapError, bad)
 
 
 def large_json() -> dict[str, bytes]:
@@ -146,8 +156,8 @@ def large_json() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
-def test_limit_error(tmp_path: Path, file: str) -> None:
-    check_corpus(errors.LimitError)
+def test_limit_error(tmp_path: Path, file: str, bad: Path) -> None:
+    check_corpus(errors.LimitError, bad)
     small_espalier(tmp_path)
     for text in large_json().values():
         (tmp_path / file).write_bytes(text)
@@ -187,8 +197,8 @@ def test_limit_error_of_tensors_of_all_shards(tmp_path: Path, monkeypatch: pytes
     provoke(errors.LimitError, lambda: open_checkpoint(tmp_path))
 
 
-def test_path_error(tmp_path: Path) -> None:
-    check_corpus(errors.PathError)
+def test_path_error(tmp_path: Path, bad: Path) -> None:
+    check_corpus(errors.PathError, bad)
     outside = tmp_path / "outside"
     small_espalier(outside)
     for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
@@ -202,8 +212,8 @@ def test_path_error(tmp_path: Path) -> None:
     provoke(errors.PathError, lambda: open_checkpoint(folder))
 
 
-def test_missing_file_error(tmp_path: Path) -> None:
-    check_corpus(errors.MissingFileError)
+def test_missing_file_error(tmp_path: Path, bad: Path) -> None:
+    check_corpus(errors.MissingFileError, bad)
     provoke(errors.MissingFileError, lambda: open_checkpoint(tmp_path / "nowhere"))
     provoke(errors.MissingFileError, lambda: verify_checkpoint(tmp_path / "nowhere"))
     with pytest.raises(builtins.FileNotFoundError):
@@ -284,43 +294,43 @@ def test_usage_error(tmp_path: Path, exl3: Path) -> None:
     provoke(errors.UsageError, lambda: verify_checkpoint(exl3, record=True))
 
 
-def test_missing_tensor_error() -> None:
-    check_corpus(errors.MissingTensorError)
+def test_missing_tensor_error(bad: Path) -> None:
+    check_corpus(errors.MissingTensorError, bad)
 
 
-def test_unexpected_tensor_error() -> None:
-    check_corpus(errors.UnexpectedTensorError)
+def test_unexpected_tensor_error(bad: Path) -> None:
+    check_corpus(errors.UnexpectedTensorError, bad)
 
 
-def test_duplicate_tensor_error() -> None:
-    check_corpus(errors.DuplicateTensorError)
+def test_duplicate_tensor_error(bad: Path) -> None:
+    check_corpus(errors.DuplicateTensorError, bad)
 
 
-def test_dtype_error() -> None:
-    check_corpus(errors.DtypeError)
+def test_dtype_error(bad: Path) -> None:
+    check_corpus(errors.DtypeError, bad)
 
 
-def test_shape_error() -> None:
-    check_corpus(errors.ShapeError)
+def test_shape_error(bad: Path) -> None:
+    check_corpus(errors.ShapeError, bad)
 
 
-def test_index_mismatch_error() -> None:
-    check_corpus(errors.IndexMismatchError)
+def test_index_mismatch_error(bad: Path) -> None:
+    check_corpus(errors.IndexMismatchError, bad)
 
 
-def test_non_finite_scale_error() -> None:
-    check_corpus(errors.NonFiniteScaleError)
+def test_non_finite_scale_error(bad: Path) -> None:
+    check_corpus(errors.NonFiniteScaleError, bad)
     for case in ("scale-nan", "exl3-scale-infinite"):
-        with open_checkpoint(BAD / case) as checkpoint:
+        with open_checkpoint(bad / case) as checkpoint:
             provoke(errors.NonFiniteScaleError, lambda checkpoint=checkpoint: checkpoint.decode("layers.0.up_proj"))
 
 
-def test_bits_mismatch_error() -> None:
-    check_corpus(errors.BitsMismatchError)
+def test_bits_mismatch_error(bad: Path) -> None:
+    check_corpus(errors.BitsMismatchError, bad)
 
 
-def test_digest_error() -> None:
-    check_corpus(errors.DigestError)
+def test_digest_error(bad: Path) -> None:
+    check_corpus(errors.DigestError, bad)
 
 
 def closed_port() -> str:
@@ -383,6 +393,16 @@ def test_every_class_of_the_module_is_in_the_tree() -> None:
     assert classes == {EspalierError, RefusedError, InconsistentError, *concrete_classes()}
 
 
+def load_make_bad() -> Any:
+    spec = importlib.util.spec_from_file_location("make_bad", Path(__file__).parent / "vectors" / "make_bad.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_bad = importlib.util.module_from_spec(spec)
+    sys.modules["make_bad"] = make_bad
+    spec.loader.exec_module(make_bad)
+    return make_bad
+
+
 def test_the_corpus_is_complete() -> None:
     """Codes that only an operation on good input can cause have no bad file; a signature needs a key to be bad by."""
     without_file = {
@@ -397,42 +417,36 @@ def test_the_corpus_is_complete() -> None:
         errors.UsageError,
         errors.SignatureError,
     }
-    assert {case["code"] for case in CASES.values()} == {kind.code for kind in set(concrete_classes()) - without_file}
-    assert set(CASES) == {path.name for path in BAD.iterdir() if path.is_dir()}
+    assert {case.code for case in CASES.values()} == {kind.code for kind in set(concrete_classes()) - without_file}
+    assert len(CASES) == len(refusal_cases())
 
 
-def test_the_corpus_is_what_its_script_makes(tmp_path: Path) -> None:
+def test_the_corpus_is_what_its_script_makes(tmp_path: Path, bad: Path) -> None:
     """After a change to make_bad.py or builders.py: python tests/vectors/make_bad.py."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("make_bad", BAD.parent / "make_bad.py")
-    assert spec is not None
-    assert spec.loader is not None
-    make_bad = importlib.util.module_from_spec(spec)
-    sys.modules["make_bad"] = make_bad
-    spec.loader.exec_module(make_bad)
+    make_bad = load_make_bad()
     make_bad.write_all(tmp_path)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    committed = {path.relative_to(BAD): path.read_bytes() for path in BAD.rglob("*") if path.is_file()}
+    committed = {path.relative_to(bad): path.read_bytes() for path in bad.rglob("*") if path.is_file()}
     assert made.keys() == committed.keys()
     assert [str(name) for name in made if made[name] != committed[name]] == []
     assert max(len(data) for data in committed.values()) < 20_000
+    stated = [(case.name, case.code, case.operation, case.why) for case in make_bad.sorted_cases()]
+    assert stated == [(case.name, case.code, case.operation, case.why) for case in refusal_cases()]
+    assert [make_bad.reader_of(case.name) for case in refusal_cases()] == [case.reader for case in refusal_cases()]
 
 
 def test_the_valid_checkpoints_behind_the_corpus_are_fine(tmp_path: Path) -> None:
     """So that a case can only be refused for what it spoils."""
-    import make_bad
-
-    for name, draft in (("espalier", make_bad.espalier()), ("exl3", make_bad.exl3())):
+    for name, draft in load_make_bad().valid_drafts().items():
         report = verify_checkpoint(draft.write(tmp_path / name), deep=True)
         assert [finding for part in report.checks for finding in part.findings] == []
 
 
-def test_a_refusal_writes_nothing() -> None:
-    before = {path: path.stat().st_mtime_ns for path in BAD.rglob("*")}
+def test_a_refusal_writes_nothing(bad: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in bad.rglob("*")}
     for name in CASES:
-        verify_checkpoint(BAD / name)
-    assert {path: path.stat().st_mtime_ns for path in BAD.rglob("*")} == before
+        verify_checkpoint(bad / name)
+    assert {path: path.stat().st_mtime_ns for path in bad.rglob("*")} == before
 
 
 def test_errors_are_exported() -> None:

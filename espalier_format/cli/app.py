@@ -160,6 +160,7 @@ def convert(
             "--dtype", help="For --to hf: dtype of the weights; source, the default, is what config.json states."
         ),
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished output in DST, if any.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace DST if espalier-format wrote all its files; README.md stays.")
     ] = False,
@@ -174,6 +175,9 @@ def convert(
 
     DST gets a manifest with the size and SHA-256 of every file, and looks complete only when it is. Where SRC has a
     manifest, presence and sizes of its files are checked; whether their content is right, verify checks.
+
+    Finished files are kept in a hidden folder in DST until the output is complete: after an interruption, the same
+    command with --resume goes on.
     """
     from espalier_format.cli.progress import open_progress  # noqa: PLC0415
     from espalier_format.operations.convert import convert as run_convert  # noqa: PLC0415
@@ -186,6 +190,7 @@ def convert(
             dtype=None if dtype is None else dtype.value,
             force=force,
             digests=digests,
+            resume=resume,
             progress=progress,
         )
     if as_json:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+import espalier_format.cli.conformance_command
 import espalier_format.cli.hub_commands
-import espalier_format.cli.quantize_command  # noqa: F401 - both register their commands
+import espalier_format.cli.quantize_command  # noqa: F401 - all three register their commands
 from espalier_format.cli.app import PROGRAM, app
 from espalier_format.cli.terminal import print_error, print_json, print_traceback, use_safe_streams
 from espalier_format.cli.usage import PlainUsageCommand

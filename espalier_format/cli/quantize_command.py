@@ -24,6 +24,15 @@ class Preset(StrEnum):
     ESPALIER = "espalier"
 
 
+class SearchBackend(StrEnum):
+    """The back ends of the encoder; auto is the fastest that works."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    NUMBA = "numba"
+    NUMPY = "numpy"
+
+
 @app.command(short_help="Quantize plain weights, or quantize again, at any average width.")
 def quantize(
     source: Source,
@@ -51,6 +60,9 @@ def quantize(
     sensitivity: Annotated[
         Path | None, typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight.")
     ] = None,
+    backend: Annotated[
+        SearchBackend, typer.Option("--backend", help="Where the trellis is searched; never changes the result.")
+    ] = SearchBackend.AUTO,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads (all if not given); never change the result.")
     ] = None,
@@ -85,6 +97,7 @@ def quantize(
             seed=seed,
             hessians=hessians,
             sensitivity=sensitivity,
+            backend=backend.value,
             threads=threads,
             resume=resume,
             force=force,

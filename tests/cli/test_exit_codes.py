@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from convert_cases import exl3_source
 
 from espalier_format.cli import frame
+from espalier_format.container.writer import CheckpointWriter
 
 Run = Callable[..., Any]
 
@@ -142,3 +144,36 @@ def test_existing_destination_is_refused(run: Run, llama_exl3: Path, tmp_path: P
         outcome = run("convert", llama_exl3, tmp_path, "--to", "espalier", *force)
         assert (outcome.code, code_of(outcome.err)) == (2, "output-exists")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_interrupted_conversion_is_resumed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, command = exl3_source(tmp_path / "m"), ("convert", tmp_path / "m", tmp_path / "out", "--to", "espalier")
+    real, shards = CheckpointWriter.add_shard, []
+
+    def add_shard(self: CheckpointWriter, name: str, *arguments: Any, **options: Any) -> None:
+        if len(shards) == 2:
+            raise KeyboardInterrupt
+        shards.append(name)
+        real(self, name, *arguments, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "add_shard", add_shard)
+    assert run(*command).code == 130
+    monkeypatch.undo()
+    outcome = run(*command)
+    assert outcome.code == 2
+    assert "holds an unfinished output; --resume goes on with it" in outcome.err
+    (source / "tokenizer.json").write_bytes(b"{}")
+    outcome = run(*command, "--resume")
+    assert outcome.code == 2
+    assert "begun with another source; --force begins anew" in outcome.err
+    outcome = run(*command, "--force")
+    assert outcome.code == 0
+    assert "before this run" not in outcome.out
+    shutil.rmtree(tmp_path / "out")
+    shards.clear()
+    monkeypatch.setattr(CheckpointWriter, "add_shard", add_shard)
+    assert run(*command).code == 130
+    monkeypatch.undo()
+    outcome = run(*command, "--resume")
+    assert outcome.code == 0
+    assert re.search(r" files, [234] of them before this run; read ", outcome.out)

@@ -75,7 +75,8 @@ def test_the_options_reach_the_operation(run: Callable[..., object], tmp_path: P
     assert outcome.document["error"]["code"] == "usage"
     outcome = run(
         "quantize", source, tmp_path / "out", "--to", "exl3", "--recipe", tmp_path / "r.toml", "--bits", "5.0526",
-        "--sensitivity", tmp_path / "s.toml", "--hessians", tmp_path / "h", "--threads", 1, "--no-digests", "--json",
+        "--sensitivity", tmp_path / "s.toml", "--hessians", tmp_path / "h", "--threads", 1, "--backend", "numpy",
+        "--no-digests", "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.out
     widths = {m["name"].rpartition(".")[2]: m["codebook"] for m in outcome.document["modules"]}
@@ -91,6 +92,7 @@ def test_the_options_reach_the_operation(run: Callable[..., object], tmp_path: P
         (["--preset", "mine"], "error[usage]:"),
         (["--bits", "0.5"], "error[usage]: 0.5 bits per weight cannot be met for the decoder: its candidates reach"),
         (["--bits", "2", "--threads", "0"], "error[usage]:"),
+        (["--bits", "2", "--backend", "abacus"], "error[usage]:"),
         (["--bits", "2", "--hessians", "nowhere"], "error[missing-file]: nowhere: there is no such folder"),
         (["--recipe", "nowhere.toml"], "error[missing-file]: nowhere.toml: does not exist"),
     ],

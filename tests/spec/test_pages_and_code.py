@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import independent as ind
@@ -56,7 +55,7 @@ def test_error_codes() -> None:
 
 def test_examples_of_bad_checkpoints() -> None:
     """Named where the corpus has any of that code; the corpus has all codes that a file alone can cause."""
-    corpus = json.loads((Path(__file__).parents[1] / "vectors/bad/cases.json").read_text("utf-8"))
+    corpus = json.loads((SPEC / "vectors/refusals.json").read_text("utf-8"))["cases"]
     codes = {case["code"] for case in corpus.values()}
     for name, _, example in table("errors.md", "2"):
         assert corpus[code(example)]["code"] == code(name) if code(name) in codes else example == "–"

@@ -44,9 +44,10 @@ def test_file_is_what_the_script_writes(name: str) -> None:
 
 
 def test_folder_holds_these_files_and_stays_small() -> None:
+    """Files that are made elsewhere: tests/vectors/make_bad.py, tests/conformance/make_pins.py."""
     files = list((SPEC / "vectors").iterdir())
-    assert {file.name for file in files} == set(make_vectors.FILES)
-    assert sum(file.stat().st_size for file in files) < 250_000
+    assert {file.name for file in files} == {*make_vectors.FILES, "refusals.json", "kit.json"}
+    assert sum(file.stat().st_size for file in files) < 500_000
 
 
 def test_components_of_the_code() -> None:

@@ -1,16 +1,16 @@
-"""Make the corpus of bad checkpoints in ``tests/vectors/bad``: ``python tests/vectors/make_bad.py``.
+"""Make the corpus of bad checkpoints, ``spec/vectors/refusals.json``: ``python tests/vectors/make_bad.py``.
 
 Each case is one valid checkpoint, spoiled in one way, so that it can only be refused for that. A test
-compares the committed files with what this script makes. Cases that are large by nature (a million
+compares the committed corpus with what this script makes. Cases that are large by nature (a million
 nested arrays) are made in the tests instead.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha1, sha256
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
+import pack_refusals
 from builders import INDEX, Bank, Draft, Exl3Module, Module, Tensor, codebook_constants, espalier_draft, exl3_draft
 
-FOLDER = Path(__file__).resolve().parent / "bad"
+CORPUS = Path(__file__).resolve().parents[2] / "spec" / "vectors" / "refusals.json"
 SHARD = "model-00002-of-00002.safetensors"
 BANK = "layers.0.experts"
 UP = "layers.0.up_proj"
@@ -700,37 +702,45 @@ for code, name, text, why in (
         (espalier().write(folder) / "espalier_manifest.json").write_text(text, encoding="utf-8")
 
 
-def readme() -> str:
-    """The text of README.md: one line per case."""
-    lines = [
-        "# Bad checkpoints",
-        "",
-        "Made by `tests/vectors/make_bad.py`; do not edit. Each folder is one checkpoint that is wrong in one way. A",
-        "reader must refuse it with the stated code (`spec/errors.md`) when it does what the third column says: `open`",
-        "reads headers and JSON only, `verify` reads scales and the manifest too, `verify --deep` decodes.",
-        "`cases.json` has the same table for programs.",
-        "",
-        "| folder | code | found by | what is wrong |",
-        "|---|---|---|---|",
-        *(f"| `{c.name}` | `{c.code}` | {c.operation} | {c.why} |" for c in sorted_cases()),
-        "",
-    ]
-    return "\n".join(lines)
+def reader_of(name: str) -> str:
+    """Who must refuse a case with its code: every reader of Espalier, or one that reads EXL3 or plain ones too."""
+    if name == "plain-peer-missing":
+        return "plain"
+    return "exl3" if name.startswith("exl3-") and not name.startswith("exl3-module") else "espalier"
 
 
 def sorted_cases() -> list[Case]:
     return sorted(CASES.values(), key=lambda c: (c.code, c.name))
 
 
+def valid_drafts() -> dict[str, Draft]:
+    """The valid checkpoints that the cases spoil."""
+    return {"espalier": espalier(), "exl3": exl3(), "one-tensor": around_a_shard()}
+
+
 def write_all(folder: Path) -> None:
-    """Write the whole corpus into ``folder``, which must not exist."""
+    """Write the whole corpus into ``folder``, a folder per case."""
     for found in sorted_cases():
         found.make(folder / found.name)
-    (folder / "README.md").write_text(readme(), encoding="utf-8")
-    table = {c.name: {"code": c.code, "operation": c.operation, "why": c.why} for c in sorted_cases()}
-    write_json(folder / "cases.json", table)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        bases = {name: pack_refusals.read_folder(d.write(work / "base" / name)) for name, d in valid_drafts().items()}
+        write_all(work / "bad")
+        cases = {
+            found.name: {
+                "code": found.code,
+                "operation": found.operation,
+                "reader": reader_of(found.name),
+                "why": found.why,
+                "content": pack_refusals.read_folder(work / "bad" / found.name),
+            }
+            for found in sorted_cases()
+        }
+    CORPUS.write_bytes(pack_refusals.dumps(pack_refusals.document(bases, cases)))
 
 
 if __name__ == "__main__":
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    write_all(FOLDER)
+    main()

@@ -1,0 +1,166 @@
+"""The command ``conformance``."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from espalier_format.cli.app import AsJson, app
+from espalier_format.errors import UsageError, WriteError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from espalier_format.conformance.report import ConformanceReport
+    from espalier_format.conformance.suite import Options
+
+
+class DecoderKind(StrEnum):
+    """What a callable does."""
+
+    OPEN = "open"
+    VERIFY = "verify"
+    CODES = "codes"
+    WEIGHTS = "weights"
+    LOAD = "load"
+    MATMUL = "matmul"
+    EXPERTS = "experts"
+
+
+class OutputFormat(StrEnum):
+    """Formats of weights and products."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+@app.command(short_help="Prove a decoder of another program, or write the known answers.")
+def conformance(
+    *,
+    decoder: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--decoder",
+            metavar="MODULE:FUNCTION",
+            help="The callable to try, of the kind --kind; also KIND=MODULE:FUNCTION, or a MODULE with functions named "
+            "like kinds; may be repeated.",
+        ),
+    ] = None,
+    kind: Annotated[
+        DecoderKind | None,
+        typer.Option(
+            "--kind",
+            help="open, verify: a folder. codes, weights, matmul: tensors. load: a module. experts: a bank of them.",
+        ),
+    ] = None,
+    level: Annotated[
+        int | None,
+        typer.Option("--level", min=1, max=3, help="Claim: exit code 1 unless levels 1 to N are tested and passed."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="Give torch tensors on it (cpu, cuda), not numpy.")
+    ] = None,
+    dtype: Annotated[
+        list[OutputFormat] | None,
+        typer.Option("--dtype", help="Only this output format; may be repeated. All three if not given."),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Weights must be correctly rounded, not only within tolerance.")
+    ] = False,
+    exl3: Annotated[
+        bool, typer.Option("--exl3", help="Also refusals that only readers of EXL3 and plain checkpoints can give.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="Only cases of such names (weights/e2m1@*); may be repeated."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="PATTERN", help="No cases of such names; may be repeated.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the report as JSON to a file, too.")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="DIR", help="Write the kit, 47 MB, for a program in another language."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Try a decoder on the known answers of the format, and report by level.
+
+    Level 1 opens checkpoints and refuses bad ones, level 2 decodes codes bit for bit and weights within tolerance,
+    level 3 multiplies. Modules of the current folder are found. spec/conformance.md says with what each kind is called.
+    """
+    if write is not None:
+        if decoder or kind or level or report:
+            raise UsageError("--write writes the kit and tries nothing: give no decoder with it")
+        return _write(write, as_json=as_json)
+    if not decoder:
+        raise UsageError("give a decoder (--decoder module:function --kind codes), or --write DIR")
+    from espalier_format.conformance.suite import Options  # noqa: PLC0415
+
+    options = Options(
+        dtypes=tuple(name.value for name in dtype) if dtype else Options().dtypes,
+        exact=exact,
+        readers=("espalier", "exl3", "plain") if exl3 else ("espalier",),
+        only=tuple(only or ()),
+        skip=tuple(skip or ()),
+    )
+    result = _run(decoder, kind, level, device, options)
+    document = result.to_json()
+    if report is not None:
+        _save(report, document)
+    if as_json:
+        from espalier_format.cli.terminal import print_json  # noqa: PLC0415
+
+        print_json(document)
+    else:
+        from espalier_format.cli.render_conformance import render_conformance  # noqa: PLC0415
+
+        render_conformance(result)
+    return result.exit_code
+
+
+def _run(
+    decoder: list[str], kind: DecoderKind | None, level: int | None, device: str | None, options: Options
+) -> ConformanceReport:
+    from espalier_format.conformance.loading import load_decoders, see_current_folder  # noqa: PLC0415
+    from espalier_format.conformance.runner import run_conformance  # noqa: PLC0415
+
+    see_current_folder()
+    with redirect_stdout(sys.stderr):  # what foreign code prints is no part of the report
+        decoders, names = load_decoders(decoder, None if kind is None else kind.value)
+        return run_conformance(decoders, options=options, device=device, claim=level, names=names)
+
+
+def _write(folder: Path, *, as_json: bool) -> int:
+    from espalier_format.conformance.writer import write_kit  # noqa: PLC0415
+
+    written = write_kit(folder)
+    if as_json:
+        from espalier_format.cli.terminal import print_json  # noqa: PLC0415
+
+        print_json({"folder": str(written.folder), "files": written.files, "bytes": written.size})
+    else:
+        from espalier_format.cli.render_conformance import render_written  # noqa: PLC0415
+
+        render_written(written)
+    return 0
+
+
+def _save(path: Path, document: Mapping[str, object]) -> None:
+    import json  # noqa: PLC0415
+
+    from espalier_format.cli.terminal import JSON_SCHEMA_VERSION  # noqa: PLC0415
+
+    text = json.dumps({"schema_version": JSON_SCHEMA_VERSION, **document}, indent=2, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WriteError(f"cannot write the report: {error.strerror or error}", path=path) from error
