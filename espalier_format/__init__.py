@@ -2,6 +2,8 @@
 
 Start with ``open_checkpoint``. Names are imported when they are first used, so ``import espalier_format``
 costs almost nothing.
+
+PYTEST_DONT_REWRITE: pytest loads the plugin in here, and would warn where the package was imported before.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from espalier_format import errors
-    from espalier_format.checkpoint import Checkpoint, QuantizedModule, open_checkpoint
+    from espalier_format.checkpoint import Checkpoint, ExpertBankView, QuantizedModule, open_checkpoint
     from espalier_format.codec.codebook import CODEBOOKS, Codebook, get_codebook
     from espalier_format.errors import EspalierError
+    from espalier_format.kernels.digest import decode_digest
+    from espalier_format.kernels.numpy_decoder import decode_codes, decode_weight
+    from espalier_format.planning import Plan, plan
     from espalier_format.schema import Manifest, QuantizationConfig, parse_manifest, parse_quantization_config
 
     __version__: str
@@ -23,15 +28,21 @@ __all__ = [
     "Checkpoint",
     "Codebook",
     "EspalierError",
+    "ExpertBankView",
     "Manifest",
+    "Plan",
     "QuantizationConfig",
     "QuantizedModule",
     "__version__",
+    "decode_codes",
+    "decode_digest",
+    "decode_weight",
     "errors",
     "get_codebook",
     "open_checkpoint",
     "parse_manifest",
     "parse_quantization_config",
+    "plan",
 ]
 
 _HOMES: Final = {
@@ -39,13 +50,19 @@ _HOMES: Final = {
     "Checkpoint": "espalier_format.checkpoint",
     "Codebook": "espalier_format.codec.codebook",
     "EspalierError": "espalier_format.errors",
+    "ExpertBankView": "espalier_format.checkpoint",
     "Manifest": "espalier_format.schema",
+    "Plan": "espalier_format.planning",
     "QuantizationConfig": "espalier_format.schema",
     "QuantizedModule": "espalier_format.checkpoint",
+    "decode_codes": "espalier_format.kernels.numpy_decoder",
+    "decode_digest": "espalier_format.kernels.digest",
+    "decode_weight": "espalier_format.kernels.numpy_decoder",
     "get_codebook": "espalier_format.codec.codebook",
     "open_checkpoint": "espalier_format.checkpoint",
     "parse_manifest": "espalier_format.schema",
     "parse_quantization_config": "espalier_format.schema",
+    "plan": "espalier_format.planning",
 }
 
 

@@ -8,6 +8,8 @@ import pytest
 
 import espalier_format
 
+pytest_plugins = ["capabilities"]
+
 
 @pytest.fixture(scope="session")
 def fixtures() -> Path:

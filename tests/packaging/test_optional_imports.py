@@ -53,6 +53,7 @@ def test_every_command_without_optional_packages(llama_exl3: Path, tmp_path: Pat
         ("convert", espalier, back, "--to", "exl3"),
         ("convert", espalier, plain, "--to", "hf", "--dtype", "bf16"),
         ("schema",),
+        ("conformance", "--decoder", "espalier_format.conformance.adapters.numpy_adapter", "--only", "*/int6@4*"),
         ("demo",),
     ):
         assert not run_without(OPTIONAL, *arguments) & set(OPTIONAL), arguments

@@ -97,21 +97,54 @@ def test_sdist_holds_tests_and_documents(built: dict[str, Path]) -> None:
         assert needed in names, needed
 
 
-def test_installed_wheel_runs_the_demo(built: dict[str, Path], tmp_path: Path) -> None:
-    """Away from the checkout, with the installed files alone; its dependencies come from the test environment."""
-    target = tmp_path / "site"
+@pytest.fixture(scope="module")
+def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed, and nothing else: its dependencies come from the test environment."""
+    target = tmp_path_factory.mktemp("installed") / "site"
     run(
         sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check",
-        "--root-user-action=ignore", "--target", target, built["wheel"], cwd=tmp_path,
+        "--root-user-action=ignore", "--target", target, built["wheel"], cwd=target.parent,
     )  # fmt: skip
+    return target
+
+
+def test_installed_wheel_runs_the_demo(installed: Path, tmp_path: Path) -> None:
+    """Away from the checkout, with the installed files alone."""
     where = run(
         sys.executable,
         "-c",
         "import espalier_format; print(espalier_format.__file__)",
         cwd=tmp_path,
-        PYTHONPATH=str(target),
+        PYTHONPATH=str(installed),
     )
-    assert Path(where.stdout.strip()).is_relative_to(target)
-    demo = run(sys.executable, "-m", "espalier_format", "demo", cwd=tmp_path, PYTHONPATH=str(target))
+    assert Path(where.stdout.strip()).is_relative_to(installed)
+    demo = run(sys.executable, "-m", "espalier_format", "demo", cwd=tmp_path, PYTHONPATH=str(installed))
     assert "identical" in demo.stdout
     assert demo.stderr == ""
+
+
+def test_installed_wheel_has_the_conformance_kit(installed: Path, tmp_path: Path) -> None:
+    """Vectors, bad checkpoints and hashes come with it, and it tries a decoder of the current folder."""
+    (tmp_path / "decoder_of_a_runtime.py").write_text("def refuse(folder):\n    return 'malformed'\n")
+    command = (sys.executable, "-m", "espalier_format", "conformance")
+    run(*command, "--write", tmp_path / "kit", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert (tmp_path / "kit/kit.json").read_bytes() == (ROOT / "spec/vectors/kit.json").read_bytes()
+    assert (tmp_path / "kit/refused/header-json/model.safetensors").exists()
+    decoder = ("--decoder", "decoder_of_a_runtime:refuse", "--kind", "open", "--only", "open/refused/header-json")
+    report = run(*command, *decoder, cwd=tmp_path, PYTHONPATH=str(installed))
+    assert "1 case, 123 left out, nothing wrong" in report.stdout
+
+
+def test_pytest_finds_the_plugin_and_is_not_disturbed_by_it(installed: Path, tmp_path: Path) -> None:
+    """Also where the package was imported before pytest began, and every warning is an error."""
+    (tmp_path / "test_own.py").write_text(
+        "import sys\n\n\ndef test_own():\n    assert 'espalier_format.conformance.suite' not in sys.modules\n"
+    )
+    start = "import sys, pytest, espalier_format; sys.exit(pytest.main(sys.argv[1:]))"
+    for begin in (("-m", "pytest"), ("-c", start)):
+        command = (sys.executable, "-W", "error", *begin, "-q", "-p", "no:cacheprovider")
+        alone = run(*command, cwd=tmp_path, PYTHONPATH=str(installed))
+        assert "1 passed" in alone.stdout
+        decoder = "codes=espalier_format.conformance.adapters.numpy_adapter:codes"
+        both = run(*command, "--espalier-decoder", decoder, "-k", "int6", cwd=tmp_path, PYTHONPATH=str(installed))
+        assert "2 passed" in both.stdout
