@@ -18,6 +18,14 @@ def decode_digest(trellis: NDArray[Any], codebook: Codebook, threads: int = 1) -
     (in_p, out_p); grid codes as stored, EXL3 values as float16 bit patterns. It covers neither scales nor
     bias nor the true size. ``trellis`` is int16 (in_p/16, out_p/16, W). Memory is bounded; the hash is computed
     beside ``threads`` decoding threads. Raises DtypeError and ShapeError.
+
+    >>> import numpy as np
+    >>> from espalier_format.codec.codebook import get_codebook
+    >>> codebook = get_codebook("int8@6")
+    >>> trellis = np.zeros((1, 1, 96), np.int16)
+    >>> codes = np.full((16, 16), codebook.codes[0], "<i2")
+    >>> decode_digest(trellis, codebook) == hashlib.sha256(codes.tobytes()).hexdigest()
+    True
     """
     digest = hashlib.sha256()
     for block in iter_code_rows(trellis, codebook, threads=threads):

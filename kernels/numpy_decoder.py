@@ -107,6 +107,12 @@ def decode_weight(
 
     Raises DtypeError, ShapeError, NonFiniteScaleError, ScaleOverflowError when a weight is too large for
     float16, and UsageError for an unknown dtype or rotation block.
+
+    >>> from espalier_format.codec.codebook import get_codebook
+    >>> trellis = np.zeros((1, 2, 32), np.int16)  # two tiles side by side at 2 bits, all in state 0
+    >>> scales = np.ones(16, np.float16), np.ones(32, np.float16)
+    >>> decode_weight(trellis, *scales, get_codebook("e2m1@2"), 0, 0, 16, 30, "float32").shape
+    (30, 16)
     """
     return decode_rows(
         trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, out_features, dtype,

@@ -23,6 +23,11 @@ def decode_codes(trellis: NDArray[Any], codebook: Codebook) -> NDArray[Any]:
 
     ``trellis`` is int16 (in_p/16, out_p/16, W); the result has shape (in_p, out_p) and the codebook's
     ``code_dtype``. Exact. Raises DtypeError and ShapeError.
+
+    >>> from espalier_format.codec.codebook import get_codebook
+    >>> codes = decode_codes(np.zeros((1, 2, 48), np.int16), get_codebook("int5@3"))
+    >>> codes.shape, codes.dtype.name, bool((codes == get_codebook("int5@3").codes[0]).all())
+    ((16, 32), 'int8', True)
     """
     # 1. Bits to states, states to codes, in ring order.
     ring = codebook.codes[unpack_states(checked_trellis(trellis, codebook))]

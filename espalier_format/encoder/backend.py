@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import CDLL
 from importlib.util import find_spec
 from typing import Final, Protocol
 
@@ -43,7 +44,20 @@ def _numba() -> Backend:
     return numba_backend.search
 
 
-_LOADERS: Final[dict[str, Callable[[], Backend]]] = {"numpy": _numpy, "numba": _numba}
+def _cuda() -> Backend:
+    if find_spec("torch") is None:
+        raise DependencyError('the cuda back end needs PyTorch and cuda-core: pip install torch "cuda-core[cu13]"')
+    import torch  # noqa: PLC0415 - as above
+
+    if not torch.cuda.is_available():
+        raise DependencyError("the cuda back end needs a CUDA device that PyTorch can use")
+    from espalier_format.kernels.cuda import compiler, viterbi  # noqa: PLC0415 - as above
+
+    compiler.cuda_core()
+    return viterbi.search
+
+
+_LOADERS: Final[dict[str, Callable[[], Backend]]] = {"numpy": _numpy, "numba": _numba, "cuda": _cuda}
 
 
 def register_backend(name: str, load: Callable[[], Backend]) -> None:
@@ -62,12 +76,30 @@ def backend_names() -> tuple[str, ...]:
 
 
 def load_backend(name: str) -> Backend:
-    """Return a back end; "auto" is the fastest for the CPU that is installed.
+    """Return a back end; "auto" is the fastest that works here: on a GPU, else compiled for the CPU, else numpy.
 
-    Raises UsageError for an unknown name and DependencyError when its package is missing.
+    "auto" takes a GPU only if every width can run on it. Raises UsageError for an unknown name and DependencyError
+    when a package or device is missing.
     """
     if name == "auto":
-        name = "numba" if find_spec("numba") else "numpy"
+        name = "cuda" if _has_able_gpu() else "numba" if find_spec("numba") else "numpy"
     if name not in _LOADERS:
         raise UsageError("unknown encoder back end", expected=["auto", *_LOADERS], got=name)
     return _LOADERS[name]()
+
+
+def _has_able_gpu() -> bool:
+    try:
+        CDLL("libcuda.so.1")  # the driver: without it there is no need to import torch, which takes a second
+    except OSError:
+        return False
+    try:
+        _cuda()
+    except DependencyError:
+        return False
+    import torch  # noqa: PLC0415 - as above
+
+    from espalier_format.kernels.cuda.viterbi import LARGEST_SHARED_BYTES  # noqa: PLC0415 - as above
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= LARGEST_SHARED_BYTES)

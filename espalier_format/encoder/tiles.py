@@ -63,7 +63,7 @@ def encode_tiles(
     ``passes`` is 2 for the plain exact search, in 2/3 of the time. The third pass takes 0.2 to 0.3 % off the squared
     error; more gain next to nothing.
 
-    ``backend`` is "auto", "numpy", "numba" or the name of a registered one (`backend.register_backend`).
+    ``backend`` is "auto", "cuda", "numba", "numpy" or the name of a registered one (`backend.register_backend`).
     Raises ShapeError and DtypeError; UsageError for an unknown back end, targets that are not finite or a scale
     that is not positive (neither may be beyond 10^30 or, the scale, below 10^-30); and DependencyError for a back
     end whose package is missing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,3 +219,33 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encode_tiles(normal_rings(1), get_codebook("e2m1@2"), scale=0.44).states.shape == (1, 256)
     with pytest.raises(DependencyError, match="pip install numba"):
         backend.load_backend("numba")
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for the GPU says what is missing; "auto" goes on without one, also where only the driver is installed."""
+    monkeypatch.setattr(backend, "CDLL", lambda _: None)
+    monkeypatch.setattr(backend, "find_spec", lambda _: None)
+    with pytest.raises(DependencyError, match="PyTorch and cuda-core"):
+        backend.load_backend("cuda")
+    assert backend.load_backend("auto") is backend.load_backend("numpy")
+    monkeypatch.undo()
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backend, "CDLL", lambda _: None)
+    with pytest.raises(DependencyError, match="CUDA device"):
+        backend.load_backend("cuda")
+    assert backend.load_backend("auto") is not None
+
+
+@pytest.mark.parametrize(("shared_memory", "expected"), [(232448, "cuda"), (101376, "numpy")])
+def test_auto_takes_a_gpu_that_is_able(shared_memory: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with less shared memory can search some widths, but has to be asked for by name."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr(backend, "CDLL", lambda _: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: name == "torch" or None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert backend.load_backend("auto") is backend.load_backend(expected)

@@ -70,6 +70,7 @@ def test_sums_fit_the_bits_that_exactness_needs(name: str) -> None:
 
 @quick
 @given(name=st.sampled_from(list(CODEBOOKS)), rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 9))
+@pytest.mark.capability("numpy decoder", "codes, bit for bit")
 def test_codes_equal_the_reference(name: str, rows: int, columns: int, seed: int, random_module: Maker) -> None:
     module = random_module(name, (0, 0), 16 * rows, 16 * columns, seed)
     expected = reference.decode_codes(module.trellis, module.codebook)
@@ -92,6 +93,7 @@ def test_codes_equal_the_reference(name: str, rows: int, columns: int, seed: int
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
+@pytest.mark.capability("numpy decoder", "weights, correctly rounded")
 def test_weights_are_correctly_rounded(
     name: str,
     rotation: tuple[int, int],

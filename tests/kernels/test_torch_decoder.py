@@ -77,6 +77,8 @@ def check_weight(module: Any, dtype: OutputDtype, device: str) -> None:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
+@pytest.mark.capability("torch decoder", "codes, bit for bit")
+@pytest.mark.capability("torch decoder", "weights, within tolerance")
 def test_codes_and_weights(
     name: str,
     rotation: tuple[int, int],

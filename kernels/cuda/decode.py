@@ -1,0 +1,190 @@
+"""Decode on a CUDA device: codes bit for bit, weights with both rotations in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from espalier_format.codec.codebook import CODEBOOKS, Codebook
+from espalier_format.codec.rotation import BLOCKS
+from espalier_format.kernels.cuda.compiler import Variant
+from espalier_format.kernels.cuda.launch import launch
+from espalier_format.kernels.cuda.loading import load_kernel
+from espalier_format.kernels.cuda.macros import codebook_macros
+from espalier_format.kernels.cuda.operands import aligned
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel
+
+DTYPES: Final = (torch.float16, torch.bfloat16)
+"""Output dtypes of the weight kernel."""
+
+
+class Tolerance(NamedTuple):
+    """A bound: ``|decoded - exact| <= relative |exact| + rotation G |suh svh| + absolute``, G the largest value."""
+
+    relative: float
+    rotation: float
+    absolute: float
+
+
+TOLERANCE: Final[Mapping[str, Tolerance]] = MappingProxyType(
+    {
+        "float16": Tolerance(2.0**-11 + 2.0**-21, 2.0**-10, 2.0**-25),
+        "bfloat16": Tolerance(2.0**-8 + 2.0**-21, 2.0**-10, 0.0),
+    }
+)
+"""How far a weight may be from the exact one, by output dtype. ``rotation`` is 0 for grids, whose sums are exact.
+
+Within the bound of spec/rotation.md §6. Why it holds, with u = 2^-24:
+
+- Scales and result: the factor 1/sqrt(b_in b_out), its product with suh, the product of the sum with svh and that of
+  the two are four float32 roundings, below 2^-21 together; nothing underflows. Then one rounding to float16 or
+  bfloat16: half an ulp, for subnormal float16 half their spacing.
+- Grids: all sums are whole multiples of 2^-24 and below 2^24 times that, so that float32 holds them, and what passes
+  through float16 is exact there, alone or as two terms (``decode_weight.cu``).
+- EXL3, relative to the sum of all magnitudes: up to four products of a tensor core, three additions, the split in
+  two float16 terms, two products and three additions. An addition is off by u, the split by 4 u and the product that
+  makes it by u; a product, with the additions in it, by 4 u: how tensor cores round is not documented, and the tests
+  find them far better. That is 16 + 3 + 5 + 8 + 3 = 35 u. The sum of all magnitudes, over sqrt(b_in b_out), is at most
+  sqrt(b_in b_out) G <= 256 G, and 35 * 256 u < 2^-10.
+"""
+
+_BLOCK: Final = 128
+_THREADS: Final = 256
+_CODE_TILES: Final = 8
+_SUMS_BYTES: Final = _BLOCK * _BLOCK * 4
+_SCALES_BYTES: Final = 4 * _BLOCK * 2
+_RESERVED_BYTES: Final = 1 << 10
+"""Shared memory that a thread block takes besides its own."""
+
+_MOST_RESIDENT: Final = {"e2m1": 3, "int6": 3}
+"""Thread blocks that a multiprocessor holds at most, by family: more would leave too few registers. Else 2."""
+
+
+class _Specialisation(NamedTuple):
+    """A loaded kernel and how it is launched."""
+
+    kernel: Kernel
+    shared_bytes: int
+    resident_blocks: int
+    norm: np.float32
+
+
+def decode_codes(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Decode the codes of checked operands; see `espalier_format.kernels.ops.decode_codes`."""
+    in_tiles, out_tiles, _ = trellis.shape
+    dtype = torch.int8 if codebook.is_grid else torch.float16
+    codes = torch.empty((in_tiles * 16, out_tiles * 16), dtype=dtype, device=trellis.device)
+    if codes.numel() == 0:
+        return codes
+    device = trellis.get_device()
+    grid = (-(-out_tiles // _CODE_TILES), -(-in_tiles // _CODE_TILES), 1)
+    arguments = (aligned(trellis).data_ptr(), codes.data_ptr(), np.int32(in_tiles), np.int32(out_tiles))
+    launch(_codes_kernel(codebook, device), device, grid, _THREADS, 0, *arguments)
+    return codes
+
+
+def decode_weight(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: Codebook,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Decode rows [start, stop) of a weight from checked operands; see `espalier_format.kernels.ops.decode_weight`."""
+    weight = torch.empty((stop - start, in_features), dtype=dtype, device=trellis.device)
+    if stop == start:
+        return weight
+    device = trellis.get_device()
+    chosen = _specialisation(codebook, rotation_in, rotation_out, dtype == torch.bfloat16, device)
+    blocks = -(-in_features // _BLOCK) * (-(-stop // _BLOCK) - start // _BLOCK)
+    launch(
+        chosen.kernel,
+        device,
+        (min(blocks, chosen.resident_blocks), 1, 1),
+        _THREADS,
+        chosen.shared_bytes,
+        aligned(trellis).data_ptr(),
+        aligned(suh).data_ptr(),
+        aligned(svh).data_ptr(),
+        weight.data_ptr(),
+        np.int32(trellis.shape[0]),
+        np.int32(trellis.shape[1]),
+        np.int32(in_features),
+        np.int32(start),
+        np.int32(stop),
+        chosen.norm,
+    )
+    return weight
+
+
+@cache
+def _codes_kernel(codebook: Codebook, device: int) -> Kernel:
+    return load_kernel("decode_codes", "decode_codes", codebook_macros(codebook), device)
+
+
+@cache
+def _specialisation(
+    codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool, device: int
+) -> _Specialisation:
+    properties = torch.cuda.get_device_properties(device)
+    # What a block may ask for beyond the default is missing from torch's own annotations.
+    block_limit = int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009
+    limit = properties.shared_memory_per_multiprocessor
+    macros, shared_bytes = weight_macros(codebook, rotation_in, rotation_out, bfloat16, block_limit, limit)
+    kernel = load_kernel("decode_weight", "decode_weight", macros, device)
+    resident = int(macros["RESIDENT"]) * properties.multi_processor_count
+    unit = codebook.value_scale * 2.0**24 if codebook.is_grid else 1.0
+    norm = np.float32(unit / math.sqrt(max(rotation_in, 1) * max(rotation_out, 1)))
+    return _Specialisation(kernel, shared_bytes, resident, norm)
+
+
+def weight_macros(
+    codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool, block_limit: int, limit: int
+) -> tuple[dict[str, int | str], int]:
+    """Return the macros of ``decode_weight.cu`` and its dynamic shared memory in bytes.
+
+    ``block_limit`` is the shared memory that a thread block may have, ``limit`` that of a multiprocessor, in bytes.
+    Where the trellis of two blocks does not fit beside the sums, it is read from global memory.
+    """
+    sources = (2 if rotation_in == 256 else 1) * (2 if rotation_out == 256 else 1)
+    trellis_bytes = 2 * sources * (_BLOCK // 16) ** 2 * 16 * codebook.half_steps
+    table_bytes = 1 << codebook.index_bits if codebook.is_grid else 0
+    shared_bytes = _SUMS_BYTES + trellis_bytes + _SCALES_BYTES + table_bytes
+    staged = shared_bytes <= block_limit
+    if not staged:
+        shared_bytes -= trellis_bytes
+    most = _MOST_RESIDENT.get(codebook.family, 2) if sources == 1 else 2
+    resident = max(1, min(most, limit // (shared_bytes + _RESERVED_BYTES)))
+    macros = dict(codebook_macros(codebook)) | {
+        "ROTATION_IN": rotation_in,
+        "ROTATION_OUT": rotation_out,
+        "BFLOAT16": int(bfloat16),
+        "STAGED": int(staged),
+        "RESIDENT": resident,
+    }
+    return macros, shared_bytes
+
+
+def variants() -> Iterator[Variant]:
+    """List how the kernels are compiled: all codebooks, pairs of rotations and dtypes, though not all together."""
+    for codebook in CODEBOOKS.values():
+        yield Variant("decode_codes", ("decode_codes",), codebook_macros(codebook))
+    pairs = [(side, other) for side in BLOCKS for other in BLOCKS]
+    for turn, codebook in enumerate(CODEBOOKS.values()):
+        # 128 and 128 for all, and another pair, with the shared memory of a small and a large architecture.
+        for rotation, limit in (((128, 128), 228 << 10), (pairs[turn % len(pairs)], 100 << 10)):
+            macros, _ = weight_macros(codebook, *rotation, turn % 2 == 1, limit - _RESERVED_BYTES, limit)
+            yield Variant("decode_weight", ("decode_weight",), macros)

@@ -1,0 +1,226 @@
+// Products with tiles in registers: a lane's run of the trellis stream, its windows, and mma.m16n8k16 straight from
+// them.
+//
+// A *unit* is 32 consecutive ring positions of a tile, 2 HALF_STEPS bytes: of V, all 16 rows k of the columns c and c +
+// 8, where c is the number of the unit in its tile. Eight positions of it are a lane's share of the A operand of one
+// mma: {(0,1), (4,5), (2,3), (6,7)} have k = 2r, 2r + 1 | 2r, 2r + 1 | 2r + 8, 2r + 9 | 2r + 8, 2r + 9 for the r-th
+// eight, of the columns c | c + 8 | c | c + 8.
+//
+// So that a lane reads 16 bytes or more at once, a warp does not take one tile: the four lanes of a quad hold the same
+// units of four tiles that follow each other along k, and the eight quads hold different units. The sum over a quad
+// that mma makes is a sum over k, whatever rows of V its lanes hold, as long as each lane's B operand is of the same
+// rows. In one *step* a warp multiplies 4 tiles along k by TILES tiles along n; a lane holds TILES units, in PIECES
+// runs of UNITS units that lie together.
+//
+// Macros beside those of codebook.cuh: TILES, TABLE_ALIGNED (0 or 1, see below). Used by matmul.cu; made for other
+// kernels that multiply as well.
+#ifndef ESPALIER_TILE_STREAM
+#define ESPALIER_TILE_STREAM
+
+#include "codebook.cuh"
+
+// The longest run that loads in 16, 8 or 4 bytes at a time without leaving gaps between lanes.
+__device__ constexpr int whole_units(int half_steps) {
+    return half_steps == 8 || half_steps == 16 ? 1 : half_steps == 4 || half_steps >= 10 ? 2 : 4;
+}
+constexpr int UNITS = whole_units(HALF_STEPS) < TILES ? whole_units(HALF_STEPS) : TILES;
+constexpr int PIECES = TILES / UNITS;
+constexpr int PIECE_WORDS = HALF_STEPS * UNITS / 2;
+constexpr int RUNS = 8 / UNITS;  // of a tile
+static_assert(HALF_STEPS * UNITS % 2 == 0, "a run is of whole words");
+constexpr int LOAD_WORDS = PIECE_WORDS % 4 == 0 ? 4 : PIECE_WORDS % 2 == 0 ? 2 : 1;
+
+// The words of one step. word[p][0] is what stands before run p on the ring; only its last 16 bits count.
+struct Step {
+    u32 word[PIECES][PIECE_WORDS + 1];
+};
+
+__device__ __forceinline__ void load_words(u32* target, const u32* source) {
+#pragma unroll
+    for (int i = 0; i < PIECE_WORDS; i += LOAD_WORDS) {
+        if constexpr (LOAD_WORDS == 4) {
+            const uint4 part = *reinterpret_cast<const uint4*>(source + i);
+            target[i] = part.x, target[i + 1] = part.y, target[i + 2] = part.z, target[i + 3] = part.w;
+        } else if constexpr (LOAD_WORDS == 2) {
+            const uint2 part = *reinterpret_cast<const uint2*>(source + i);
+            target[i] = part.x, target[i + 1] = part.y;
+        } else {
+            target[i] = source[i];
+        }
+    }
+}
+
+// Where a lane's words of a step begin, counted from the first of the warp's tiles in the lane's row of tiles.
+__device__ __forceinline__ int lane_offset(int lane) {
+    const int quad = lane >> 2;
+    return quad / RUNS * TILE_WORDS + quad % RUNS * PIECE_WORDS;
+}
+
+// Read a step: `words` are the lane's own (`lane_offset`), `columns` says how many tiles along n exist from the lane's
+// first one on (none, or less, for a k past the end). What does not exist reads as zeros.
+__device__ __forceinline__ void load_step(Step& step, const u32* words, int columns) {
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        if (p * UNITS < columns) {
+            load_words(&step.word[p][1], words + p * UNITS * TILE_WORDS);
+        } else {
+#pragma unroll
+            for (int i = 1; i <= PIECE_WORDS; ++i) step.word[p][i] = 0;
+        }
+    }
+}
+
+// Fetch what stands before each run from the lane that has it. All 32 lanes must come here.
+__device__ __forceinline__ void close_rings(Step& step, int lane) {
+    const int run = (lane >> 2) % RUNS;
+    const int before = run == 0 ? lane + 4 * (RUNS - 1) : lane - 4;
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+        const u32 last = step.word[p][PIECE_WORDS];
+        step.word[p][0] = RUNS == 1 ? last : __shfl_sync(0xFFFFFFFFu, last, before);
+    }
+}
+
+// The column of V, in the warp's TILES tiles, of unit `unit` (0 ... TILES - 1) of a lane; it also has column + 8.
+__device__ __forceinline__ int unit_column(int unit, int lane) {
+    const int quad = lane >> 2;
+    return 16 * (unit / UNITS * UNITS + quad / RUNS) + quad % RUNS * UNITS + unit % UNITS;
+}
+
+// Position i of a run ends here, counted from the start of the word before the run.
+__device__ constexpr int position_end(int i) {
+    return 32 + (i >> 1) * HALF_STEPS + (i & 1 ? HALF_STEPS : HALF_STEPS >> 1);
+}
+
+// The state that ends at `end`, twice in its word: s + 65536 s. So one byte permutation takes it from two words, and
+// needs no zeros. (1 + 2^16) (1 - 2^16) = 1 modulo 2^32 makes the product with DOUBLED_MULTIPLIER that of s. `end` is a
+// constant once loops are unrolled; the shifted words of one offset in a byte are shared by all states that have it.
+constexpr u32 DOUBLED_MULTIPLIER = MULTIPLIER * (1u - 65536u);
+
+__device__ __forceinline__ u32 shifted_word(const u32* word, int index, int shift) {
+    if (shift == 0) return word[index];
+    return __funnelshift_l(index < PIECE_WORDS ? word[index + 1] : 0u, word[index], shift);
+}
+
+__device__ __forceinline__ u32 doubled_state(const u32* word, int end) {
+    const int shift = end & 7, first = (end >> 3) - 2, index = first >> 2;
+    const u32 a = shifted_word(word, index, shift);
+    if ((first & 3) == 0) return __byte_perm(a, 0, 0x3232);
+    if ((first & 3) == 1) return __byte_perm(a, 0, 0x2121);
+    if ((first & 3) == 2) return __byte_perm(a, 0, 0x1010);
+    return __byte_perm(a, shifted_word(word, index + 1, shift), 0x0707);
+}
+
+__device__ __forceinline__ u32 hash_at(const u32* word, int position) {
+    return doubled_state(word, position_end(position)) * DOUBLED_MULTIPLIER + ADDEND;
+}
+
+// ---- codebook tables in shared memory -----------------------------------------------------------------------------
+//
+// Each entry is there once for every bank, so that 32 lanes read 32 entries at once. e2m1 and int5: the top byte of the
+// hash is the index; an entry has 256 bytes, half of them the float16 in the low and half in the high half of a word,
+// so that the sum of two words is a pair. int6: 128 bytes an entry. int8: 16 bytes an entry; eight lanes share a copy.
+//
+// With TABLE_ALIGNED the table stands at a multiple of its size in the address space of shared memory. The byte
+// permutation that makes the offset of an entry then makes the whole address.
+#if IS_GRID
+constexpr bool BYTE_INDEX = INDEX_BITS <= 8;
+constexpr int ENTRY_BYTES = BYTE_INDEX ? 256 : INDEX_BITS == 9 ? 128 : 16;
+constexpr int TABLE_BYTES = 65536;
+
+// All threads of the block; the caller synchronises.
+__device__ __forceinline__ void fill_table(char* table) {
+    uint4* words = reinterpret_cast<uint4*>(table);
+#pragma unroll 8
+    for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
+        const int entry = i * 16 / ENTRY_BYTES;
+        u32 value = grid_value(BYTE_INDEX ? entry >> (8 - INDEX_BITS) : entry);
+        if (BYTE_INDEX && (i & 8)) value <<= 16;
+        words[i] = make_uint4(value, value, value, value);
+    }
+}
+
+// What a lane needs to look entries up: `address` is that of the table in shared memory.
+struct Lookup {
+    u32 base, lane_bytes;
+    __device__ __forceinline__ Lookup(u32 address, int lane) {
+        base = TABLE_ALIGNED ? 0 : address;
+        lane_bytes = (TABLE_ALIGNED ? address : 0) | (ENTRY_BYTES >= 128 ? lane : lane % (ENTRY_BYTES / 4)) * 4;
+    }
+};
+
+// The value at a position, in the low half of a word (with HIGH, of a byte-indexed table: in the high half), else zero.
+template <bool HIGH>
+__device__ __forceinline__ u32 decode_one(const u32* word, int position, const Lookup& lookup) {
+    const u32 hash = hash_at(word, position);
+    constexpr u32 MASK = ((1u << INDEX_BITS) - 1) * ENTRY_BYTES;
+    static_assert(BYTE_INDEX || (1u << INDEX_BITS) * ENTRY_BYTES == 65536, "the index stands in the high half");
+    u32 address = BYTE_INDEX ? __byte_perm(hash, lookup.lane_bytes, 0x7634) : (hash >> 16 & MASK) | lookup.lane_bytes;
+    if (!TABLE_ALIGNED) address += lookup.base;
+    u32 value;
+    // Volatile: not to be moved before the barrier after fill_table.
+    asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(HIGH ? 128 : 0));
+    return value;
+}
+#else
+constexpr int TABLE_BYTES = 0;
+__device__ __forceinline__ void fill_table(char*) {}
+struct Lookup {
+    __device__ __forceinline__ Lookup(u32, int) {}
+};
+#endif
+
+// The values of positions `i` and `i + 1` of a run, as a pair of float16.
+__device__ __forceinline__ u32 decode_pair(const u32* word, int i, const Lookup& lookup) {
+#if IS_GRID
+    const u32 first = decode_one<false>(word, i, lookup);
+    if constexpr (BYTE_INDEX) return half2_add(first, decode_one<true>(word, i + 1, lookup));
+    return low_halves(first, decode_one<false>(word, i + 1, lookup));
+#else
+    u32 x0 = hash_at(word, i), x1 = hash_at(word, i + 1);
+#if FAMILY == FAMILY_EXL3_MUL1
+    // Both sums in one word: 1024 + the sum of the bytes needs 16 bits.
+    x1 = __dp4a(x1, 0x01010101u, 0x6400u);
+    x0 = __dp4a(x0, 0x01010101u, x1 * 65536u + 0x6400u);
+    return half2_fma(x0, 0x1EEE1EEEu, 0xC931C931u);
+#else
+    x0 = (x0 & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    x1 = (x1 & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    return half2_add(low_halves(x0, x1), high_halves(x0, x1));
+#endif
+#endif
+}
+
+__device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Decode the A operand of the r-th mma (0 ... 3) of a unit (0 ... TILES - 1).
+__device__ __forceinline__ void decode_operand(u32 (&a)[4], const Step& step, int unit, int r, const Lookup& lookup) {
+    const u32* word = step.word[unit / UNITS];
+    const int i = unit % UNITS * 32 + r * 8;
+    a[0] = decode_pair(word, i, lookup);
+    a[1] = decode_pair(word, i + 4, lookup);
+    a[2] = decode_pair(word, i + 2, lookup);
+    a[3] = decode_pair(word, i + 6, lookup);
+}
+
+#if IS_GRID
+// The same, not in pairs: the values of even k (ODD 0) or odd k (1) in the low halves, zeros in the high ones; for odd
+// k the other operand is to be shifted. Where a table has no high halves, two mma with these are cheaper than pairs, as
+// long as the tensor cores have little else to do.
+template <int ODD>
+__device__ __forceinline__ void decode_half_operand(u32 (&a)[4], const Step& step, int unit, int r,
+                                                    const Lookup& lookup) {
+    const u32* word = step.word[unit / UNITS];
+    const int i = unit % UNITS * 32 + r * 8 + ODD;
+    a[0] = decode_one<false>(word, i, lookup);
+    a[1] = decode_one<false>(word, i + 4, lookup);
+    a[2] = decode_one<false>(word, i + 2, lookup);
+    a[3] = decode_one<false>(word, i + 6, lookup);
+}
+#endif
+
+#endif  // ESPALIER_TILE_STREAM

@@ -1,0 +1,202 @@
+"""The encoder's back end "cuda": the trellis search of `espalier_format.encoder`, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from espalier_format.codec.codebook import CODEBOOKS, STATES
+from espalier_format.codec.tile import RING
+from espalier_format.encoder.branch_cost import BranchCost, branch_cost
+from espalier_format.kernels.cuda.compiler import Variant
+from espalier_format.kernels.cuda.launch import launch
+from espalier_format.kernels.cuda.loading import load_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from cuda.core import Kernel
+    from numpy.typing import NDArray
+
+TABLE, FLOAT, WIDE = 0, 1, 2
+"""How the kernel finds branch costs; ``viterbi.cu`` says more."""
+
+LARGEST_SHARED_BYTES: Final = 220 << 10
+"""Shared memory of a block that is enough for every width: what compute capabilities 9.0 and 10.0 have."""
+
+_SEARCHERS: Final = 512
+_WARP: Final = 32
+_SETS: Final = 2
+_MOST_LEVELS: Final = 64
+_LEVELS_OF_TWO_STEPS: Final = 16
+_NEXT_TABLE: Final = 65536
+_SPACING: Final = {1: 8, 2: 4, 3: 2, 4: 2}
+"""Steps between checkpoints, by the larger number of bits of a step; 1 for more bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchForm:
+    """A specialisation of ``viterbi.cu``: what follows from the branch costs alone."""
+
+    even_bits: int
+    odd_bits: int
+    cost: int
+    """`TABLE`, `FLOAT` or `WIDE`."""
+    levels: int
+    rings: int
+    """Rings that a block searches at once."""
+    two_steps: bool
+    """Whether metrics stay in registers at every other step."""
+    spacing: int
+    """Steps between checkpoints."""
+
+    @classmethod
+    def of(cls, cost: BranchCost) -> SearchForm:
+        """Choose the form for a codebook's branch costs."""
+        even_bits, odd_bits = int(cost.bits[0]), int(cost.bits[1])
+        levels = len(np.unique(cost.codes))
+        spacing = _SPACING.get(max(even_bits, odd_bits), 1)
+        if cost.wide:
+            return cls(even_bits, odd_bits, WIDE, 0, 1, False, spacing)
+        if levels > _MOST_LEVELS:
+            return cls(even_bits, odd_bits, FLOAT, 0, 2, False, spacing)
+        two_steps = even_bits == odd_bits == 2 and levels <= _LEVELS_OF_TWO_STEPS
+        rings = 4 if even_bits + odd_bits > 4 else 2
+        return cls(even_bits, odd_bits, TABLE, levels, rings, two_steps, spacing)
+
+    @property
+    def macros(self) -> Mapping[str, int | str]:
+        """What ``viterbi.cu`` is compiled with."""
+        return {
+            "EVEN_BITS": self.even_bits,
+            "ODD_BITS": self.odd_bits,
+            "COST": self.cost,
+            "LEVELS": self.levels,
+            "RINGS": self.rings,
+            "TWO_STEPS": int(self.two_steps),
+            "SPACING": self.spacing,
+        }
+
+    @property
+    def words(self) -> int:
+        """Words of a metric: two rings share one, unless costs are wide."""
+        return (self.rings + 1) // 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: those that search, and a warp for each ring that traces paths back."""
+        return _SEARCHERS + self.rings * _WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, as ``viterbi_layout.cuh`` lays it out."""
+        table = -(-self.levels // 16) * 16 * 256 * self.words + (_NEXT_TABLE if self.two_steps else 0)
+        groups = STATES >> self.even_bits
+        codes = 0
+        if self.cost == WIDE:
+            shares = max(2 * _SEARCHERS // groups, 1)
+            metrics = 2 * 4 * (groups >> self.even_bits) * ((1 << self.even_bits) + 4 * shares)
+            codes = 2 * STATES + shares * (_WARP // shares * 4)
+        elif max(self.even_bits, self.odd_bits) == 1:
+            metrics = 6 * (STATES >> 1)
+        else:
+            metrics = 4 * self.words * (groups + (STATES >> self.odd_bits))
+        rings = _SETS * self.rings * (2 * RING + 4)
+        alignment = 3072 if self.two_steps else 0
+        return table + metrics + codes + 2 * self.words * 16 * 4 + rings + 4 * 8 + 8 + alignment
+
+    @property
+    def checkpoint_words(self) -> int:
+        """Words of global memory that a block needs."""
+        groups = STATES >> (self.even_bits if self.spacing == 1 else self.odd_bits)
+        return _SETS * (RING // self.spacing - 1) * groups * self.words
+
+
+def variants() -> Iterator[Variant]:
+    """List how the kernel is compiled: every form that a codebook needs."""
+    forms = dict.fromkeys(SearchForm.of(branch_cost(codebook)) for codebook in CODEBOOKS.values())
+    for form in forms:
+        yield Variant("viterbi", ("viterbi",), form.macros)
+
+
+def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: int) -> NDArray[np.uint16]:
+    """Find the states of rings: an encoder `Backend` on torch's current CUDA device.
+
+    ``threads`` is not used. Device memory: 512 bytes a ring for targets, as much for states, and up to 16 MiB for every
+    multiprocessor.
+    """
+    del threads
+    if not len(targets):
+        return np.empty(targets.shape, np.uint16)
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = search_on_device(torch.from_numpy(targets).to(device), cost, passes)
+    states: NDArray[np.uint16] = found.cpu().numpy().view(np.uint16)
+    return states
+
+
+def search_on_device(targets: torch.Tensor, cost: BranchCost, passes: int) -> torch.Tensor:
+    """Find the states of rings that are on a device, without waiting for it.
+
+    ``targets`` is int16 (n, 256), contiguous, within the range of `BranchCost.fixed_point`; the result has the same
+    shape and dtype and holds the 16 bits of every state. ``passes`` is at least 2. The states are those of
+    `numpy_backend`.
+
+    Raises DependencyError without cuda-core, and UsageError for a device that is too old or has too little shared
+    memory for the width.
+    """
+    states = torch.empty_like(targets)
+    rings = len(targets)
+    if not rings:
+        return states
+    device = targets.get_device()
+    form, kernel, codes, levels, level_codes = _prepared(cost, device)
+    blocks = min(-(-rings // form.rings), torch.cuda.get_device_properties(device).multi_processor_count)
+    checkpoints = torch.empty(blocks * form.checkpoint_words, dtype=torch.int32, device=targets.device)
+    launch(
+        kernel,
+        device,
+        (blocks, 1, 1),
+        form.threads,
+        form.shared_bytes,
+        targets.data_ptr(),
+        states.data_ptr(),
+        codes.data_ptr(),
+        levels.data_ptr(),
+        level_codes.data_ptr(),
+        checkpoints.data_ptr(),
+        np.int32(rings),
+        np.int32(passes),
+        np.int32(cost.limit),
+        np.int32(cost.shift),
+        np.uint32(cost.largest),
+        np.uint32(_unreachable(cost)),
+    )
+    return states
+
+
+@lru_cache(maxsize=128)
+def _prepared(cost: BranchCost, device: int) -> tuple[SearchForm, Kernel, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the kernel for branch costs, and their codes on the device: of all states, as levels, and of levels."""
+    form = SearchForm.of(cost)
+    kernel = load_kernel("viterbi", "viterbi", form.macros, device)
+    level_codes, levels = np.unique(cost.codes, return_inverse=True)
+    place = torch.device("cuda", device)
+    return (
+        form,
+        kernel,
+        torch.from_numpy(cost.codes.copy()).to(place),
+        torch.from_numpy(levels.astype(np.uint8)).to(place),  # of use only where there are few
+        torch.from_numpy(level_codes).to(place),
+    )
+
+
+def _unreachable(cost: BranchCost) -> int:
+    """Return a metric for "no path from the start state": the smallest that is larger than any path's when they meet.
+
+    The result is that of the larger `BranchCost.unreachable`, but sums stay smaller.
+    """
+    return cost.mixing_steps * cost.largest + 1

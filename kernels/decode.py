@@ -1,0 +1,205 @@
+"""Decoding as torch operators: the same call on CPUs and CUDA devices.
+
+On a CUDA device float16 and bfloat16 weights are decoded by one kernel, in one pass, without waiting for the device;
+everything else goes to `torch_decoder`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.rotation import padded
+from espalier_format.codec.tile import TILE
+from espalier_format.errors import UsageError
+from espalier_format.kernels import torch_decoder
+from espalier_format.kernels.cuda import decode as cuda_decode
+from espalier_format.kernels.cuda.operands import check_contiguous_trellis, check_rows
+from espalier_format.kernels.linear import FLOATS, check_operand
+from espalier_format.kernels.operands import padded_size
+
+
+def register(library: Any) -> None:
+    """Define ``decode_codes`` and ``decode_weight`` in a library and implement them for CPU, CUDA and Meta."""
+    library.define("decode_codes(Tensor trellis, str codebook) -> Tensor")
+    library.impl("decode_codes", _codes_cpu, "CPU")
+    library.impl("decode_codes", _codes_cuda, "CUDA")
+    torch.library.register_fake("espalier_format::decode_codes", _codes_fake, lib=library)
+    library.define(
+        "decode_weight(Tensor trellis, Tensor suh, Tensor svh, str codebook, int rotation_in, int rotation_out, "
+        "int in_features, int out_features, ScalarType dtype, int start=0, int? stop=None) -> Tensor"
+    )
+    library.impl("decode_weight", _weight_cpu, "CPU")
+    library.impl("decode_weight", _weight_cuda, "CUDA")
+    torch.library.register_fake("espalier_format::decode_weight", _weight_fake, lib=library)
+
+
+def decode_codes(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
+    """Decode the stored codes of a module, in the rotated basis (spec/packing.md), on the trellis's device.
+
+    ``trellis`` is int16 (in_p/16, out_p/16, W), contiguous; ``codebook`` its name. The result has shape
+    (in_p, out_p) and is int8 for a grid, float16 for an EXL3 codebook, bit for bit what `reference.decode_codes`
+    gives. The operator ``torch.ops.espalier_format.decode_codes``. Raises CodebookError, DtypeError and ShapeError,
+    and on a CUDA device DependencyError without cuda-core.
+    """
+    import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operators; it needs what stands here
+
+    result: torch.Tensor = torch.ops.espalier_format.decode_codes(trellis, codebook)
+    return result
+
+
+def decode_weight(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    start: int = 0,
+    stop: int | None = None,
+) -> torch.Tensor:
+    """Decode rows [start, stop) of the weight of a module, as in a Hugging Face ``.weight`` (spec/rotation.md §3).
+
+    ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,), all contiguous
+    and on one device; the rotation blocks are 0, 32, 64, 128 or 256; ``dtype`` is float32, float16 or bfloat16;
+    ``stop`` None is out_features. Rows need not start or stop at a rotation block or a tile. The result has shape
+    (stop - start, in_features) and is contiguous. The operator ``torch.ops.espalier_format.decode_weight``.
+
+    On a CUDA device and for float16 and bfloat16, weights are within `cuda.decode.TOLERANCE` of the exact ones, the
+    same in every run and for every choice of rows; nothing waits for the device, and no memory is used beside the
+    result. The values of scales are then not looked at: an infinite or NaN scale gives weights that are not finite,
+    and a weight too large for float16 becomes an infinity. Otherwise weights are within `torch_decoder.TOLERANCE`,
+    and it waits and raises.
+
+    Raises CodebookError, DtypeError, ShapeError, and UsageError for an unknown rotation block or dtype, tensors on
+    several devices or rows that do not exist; DependencyError on a CUDA device without cuda-core; `torch_decoder` also
+    NonFiniteScaleError and ScaleOverflowError.
+    """
+    import espalier_format.kernels.ops  # noqa: F401, PLC0415 - as above
+
+    result: torch.Tensor = torch.ops.espalier_format.decode_weight(
+        trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, out_features, dtype, start, stop
+    )
+    return result
+
+
+def _codes_cpu(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
+    book = get_codebook(codebook)
+    check_contiguous_trellis(trellis, book)
+    return torch_decoder.decode_codes(trellis, book)
+
+
+def _codes_cuda(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
+    book = get_codebook(codebook)
+    check_contiguous_trellis(trellis, book)
+    return cuda_decode.decode_codes(trellis, book)
+
+
+def _codes_fake(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
+    book = get_codebook(codebook)
+    check_contiguous_trellis(trellis, book)
+    return trellis.new_empty(padded_size(tuple(trellis.shape)), dtype=torch.int8 if book.is_grid else torch.float16)
+
+
+def _weight_cpu(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    start: int = 0,
+    stop: int | None = None,
+) -> torch.Tensor:
+    book = get_codebook(codebook)
+    last = _check(trellis, suh, svh, book, rotation_in, rotation_out, in_features, out_features, dtype, start, stop)
+    if last == start:
+        return trellis.new_empty((0, in_features), dtype=dtype)
+    # Whole rotation blocks are decoded, and the rows that are wanted cut out.
+    block = rotation_out or TILE
+    top, end = start // block * block, padded(last, rotation_out)
+    weight = torch_decoder.decode_weight(
+        trellis[:, top // TILE : end // TILE],
+        suh,
+        svh[top:end],
+        book,
+        rotation_in,
+        rotation_out,
+        in_features,
+        min(end, out_features) - top,
+        dtype,
+    )
+    rows = weight[start - top : last - top]
+    return rows if rows.shape == weight.shape else rows.clone()  # an operator's result owns its memory
+
+
+def _weight_cuda(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    start: int = 0,
+    stop: int | None = None,
+) -> torch.Tensor:
+    if dtype not in cuda_decode.DTYPES:
+        return _weight_cpu(
+            trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, out_features, dtype, start, stop
+        )
+    book = get_codebook(codebook)
+    last = _check(trellis, suh, svh, book, rotation_in, rotation_out, in_features, out_features, dtype, start, stop)
+    return cuda_decode.decode_weight(
+        trellis, suh, svh, book, rotation_in, rotation_out, in_features, dtype, start, last
+    )
+
+
+def _weight_fake(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    start: int = 0,
+    stop: int | None = None,
+) -> torch.Tensor:
+    last = _check(
+        trellis, suh, svh, get_codebook(codebook), rotation_in, rotation_out, in_features, out_features, dtype, start,
+        stop,
+    )  # fmt: skip
+    return trellis.new_empty((last - start, in_features), dtype=dtype)
+
+
+def _check(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    codebook: Codebook,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    start: int,
+    stop: int | None,
+) -> int:
+    """Check all operands and return the end of the rows."""
+    check_operand(trellis, suh, svh, None, codebook, rotation_in, rotation_out, in_features, out_features)
+    if dtype not in FLOATS:
+        raise UsageError("no such output dtype", expected=list(map(str, FLOATS)), got=dtype)
+    return check_rows(start, stop, out_features)

@@ -1,0 +1,170 @@
+"""The linear layer of a quantized module: its operand, the product, and the fallback in plain torch.
+
+`linear` is what runtimes call. The weight stays compressed; what is decoded at a time is a block of rows or, in the
+CUDA kernels, a few tiles in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.rotation import padded
+from espalier_format.codec.tile import TILE
+from espalier_format.errors import DependencyError, DtypeError, ShapeError, UsageError
+from espalier_format.kernels.operands import check_blocks, check_trellis_shape, check_true_size, padded_size
+
+try:
+    import torch
+    import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+except ImportError as error:
+    raise DependencyError("linear layers need torch: pip install torch") from error
+
+from espalier_format.kernels import torch_decoder
+from espalier_format.kernels.numpy_decoder import row_blocks
+
+FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that activations may have."""
+
+CPU_BLOCK: Final = 2 << 20
+GPU_BLOCK: Final = 128 << 20
+"""Where weights are decoded before they are multiplied, about this many at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearOperand:
+    """A quantized module as the right-hand side of a product: the tensors of spec/espalier-v1.md and their meaning.
+
+    Checked when it is made, without looking at a single number, so that it costs microseconds and works on the
+    "meta" device: raises DtypeError, ShapeError, and UsageError for tensors on several devices or an unknown rotation
+    block. Compared by identity.
+    """
+
+    trellis: torch.Tensor
+    """int16 (in_p/16, out_p/16, W), contiguous."""
+    suh: torch.Tensor
+    """float16 (in_p,), finite."""
+    svh: torch.Tensor
+    """float16 (out_p,), finite."""
+    codebook: Codebook
+    rotation_in: int
+    """Rotation block of the input side: 0, 32, 64, 128 or 256."""
+    rotation_out: int
+    """Rotation block of the output side."""
+    in_features: int
+    """The true size of the input side, at most in_p."""
+    out_features: int
+    """The true size of the output side, at most out_p."""
+    bias: torch.Tensor | None = None
+    """float32, float16 or bfloat16 (out_features,)."""
+
+    def __post_init__(self) -> None:
+        check_operand(
+            self.trellis, self.suh, self.svh, self.bias, self.codebook, self.rotation_in, self.rotation_out,
+            self.in_features, self.out_features,
+        )  # fmt: skip
+
+
+def check_operand(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    codebook: Codebook,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+) -> None:
+    """Raise unless these tensors are a quantized module: the checks of `LinearOperand`, no value is looked at."""
+    _check_dtype("the trellis", trellis, (torch.int16,))
+    check_trellis_shape(tuple(trellis.shape), codebook)
+    padded_in, padded_out = padded_size(tuple(trellis.shape))
+    check_blocks(padded_in, padded_out, rotation_in, rotation_out)
+    check_true_size(padded_in, padded_out, in_features, out_features)
+    for name, vector, size, dtypes in (
+        ("suh", suh, padded_in, (torch.float16,)),
+        ("svh", svh, padded_out, (torch.float16,)),
+        ("the bias", bias, out_features, FLOATS),
+    ):
+        if vector is None:
+            continue
+        _check_dtype(name, vector, dtypes)
+        if tuple(vector.shape) != (size,):
+            raise ShapeError(f"{name} does not fit the trellis", expected=(size,), got=tuple(vector.shape))
+        _check_device(name, vector, trellis.device)
+    for name, tensor in (("the trellis", trellis), ("suh", suh), ("svh", svh), ("the bias", bias)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ShapeError(f"{name} must be contiguous", got=f"strides {tuple(tensor.stride())}")
+
+
+def linear(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
+    """Return ``x @ W.T + bias`` for the weight W of a quantized module (spec/rotation.md §3).
+
+    ``x`` is float32, float16 or bfloat16 of shape (..., in_features), with any strides, on the operand's device. The
+    result has its dtype and shape (..., out_features). The weights stay compressed. It is the operator
+    `espalier_format.kernels.matmul`, which says how exact it is, and what it raises.
+    """
+    import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operator; it needs what stands here
+
+    result: torch.Tensor = torch.ops.espalier_format.matmul(
+        x, operand.trellis, operand.suh, operand.svh, operand.bias, operand.codebook.name, operand.rotation_in,
+        operand.rotation_out, operand.in_features, operand.out_features,
+    )  # fmt: skip
+    return result
+
+
+def check_activations(x: torch.Tensor, in_features: int, device: torch.device) -> None:
+    """Raise unless ``x`` can be multiplied: DtypeError, ShapeError, or UsageError for another device."""
+    _check_dtype("the activations", x, FLOATS)
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ShapeError("the activations do not fit the weight", expected=f"(..., {in_features})", got=tuple(x.shape))
+    _check_device("the activations", x, device)
+
+
+def fallback_matmul(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+) -> torch.Tensor:
+    """The product in plain torch, on any device: rows of W are decoded to the dtype of ``x``, a block at a time.
+
+    Weights are within `torch_decoder.TOLERANCE` of the exact ones; the sums are those of ``torch.nn.functional.linear``
+    in that dtype. Memory beyond the result is that of about `CPU_BLOCK` weights, on other devices `GPU_BLOCK`, or of
+    one rotation block of rows where that is more. Raises what `linear` raises.
+    """
+    book = get_codebook(codebook)
+    check_operand(trellis, suh, svh, bias, book, rotation_in, rotation_out, in_features, out_features)
+    check_activations(x, in_features, trellis.device)
+    result = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    if result.numel() == 0:
+        return result
+    budget = CPU_BLOCK if trellis.device.type == "cpu" else GPU_BLOCK
+    for rows in row_blocks(out_features, rotation_out, padded_size(tuple(trellis.shape))[0], 4 * budget):
+        end = padded(rows.stop, rotation_out)
+        weight = torch_decoder.decode_weight(
+            trellis[:, rows.start // TILE : end // TILE], suh, svh[rows.start : end], book, rotation_in, rotation_out,
+            in_features, rows.stop - rows.start, x.dtype,
+        )  # fmt: skip
+        part = None if bias is None else bias[rows].to(x.dtype)
+        result[..., rows] = F.linear(x, weight, part)
+    return result
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise DtypeError(f"{name} has a dtype that is not supported", expected=expected, got=tensor.dtype)
+
+
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise UsageError(f"{name} must be on the device of the trellis", expected=device, got=tensor.device)

@@ -1,0 +1,153 @@
+"""The product with a quantized weight as a torch operator: the same call on CPUs and CUDA devices.
+
+On a CUDA device and for float16 and bfloat16 a kernel decodes the weight in registers while it multiplies, up to
+`FUSED_ROWS` rows; from there on the weight is decoded to the dtype of the activations, a block of rows at a time, and
+multiplied by cuBLAS. Everything else is `linear.fallback_matmul`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
+
+from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.tile import TILE
+from espalier_format.kernels.cuda import decode as cuda_decode
+from espalier_format.kernels.cuda import matmul as cuda_matmul
+from espalier_format.kernels.cuda.operands import aligned
+from espalier_format.kernels.linear import GPU_BLOCK, check_activations, check_operand, fallback_matmul
+from espalier_format.kernels.numpy_decoder import row_blocks
+
+FUSED_ROWS: Final = 64
+"""The most rows for which decoding inside the product is faster than decoding first."""
+
+
+def register(library: Any) -> None:
+    """Define ``matmul`` in a library and implement it for CPU, CUDA and Meta."""
+    library.define(
+        "matmul(Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor? bias, str codebook, int rotation_in, "
+        "int rotation_out, int in_features, int out_features) -> Tensor"
+    )
+    library.impl("matmul", fallback_matmul, "CPU")
+    library.impl("matmul", _matmul_cuda, "CUDA")
+    torch.library.register_fake("espalier_format::matmul", _matmul_fake, lib=library)
+
+
+def matmul(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+) -> torch.Tensor:
+    """Return ``x @ W.T + bias`` for the weight W of a quantized module (spec/rotation.md §3).
+
+    ``x`` is float32, float16 or bfloat16 of shape (..., in_features), with any strides; ``trellis`` int16 (in_p/16,
+    out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,) and ``bias`` (out_features,), of any of the three
+    dtypes or None, are contiguous; all are on one device. The result has the dtype of ``x`` and shape (...,
+    out_features). The operator ``torch.ops.espalier_format.matmul``; without a derivative.
+
+    On a CUDA device and for float16 and bfloat16 nothing waits for the device, the call can be captured in a CUDA graph
+    after one that was not, and the result is the same in every run. Up to `FUSED_ROWS` rows weights are exact, rotated
+    activations have the precision of float16 (whatever their magnitude), sums are float32, and a result that the dtype
+    can hold is not lost to an overflow on the way; memory beyond the result is a few partial sums. The values of scales
+    are not looked at. Otherwise as `linear.fallback_matmul`.
+
+    Raises CodebookError, DtypeError, ShapeError, and UsageError for tensors on several devices, an unknown rotation
+    block or a device that is too old; DependencyError on a CUDA device without cuda-core; and what the fallback raises.
+    """
+    import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operator; it imports this module
+
+    result: torch.Tensor = torch.ops.espalier_format.matmul(
+        x, trellis, suh, svh, bias, codebook, rotation_in, rotation_out, in_features, out_features
+    )
+    return result
+
+
+def _matmul_cuda(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return fallback_matmul(
+            x, trellis, suh, svh, bias, codebook, rotation_in, rotation_out, in_features, out_features
+        )
+    book = get_codebook(codebook)
+    check_operand(trellis, suh, svh, bias, book, rotation_in, rotation_out, in_features, out_features)
+    check_activations(x, in_features, trellis.device)
+    rows = x.reshape(-1, in_features)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    operands = (aligned(trellis), aligned(suh), aligned(svh), bias)
+    if rows.shape[0] > FUSED_ROWS:
+        y = _decode_then_multiply(rows, *operands, book, rotation_in, rotation_out, in_features, out_features)
+    else:
+        y = torch.empty((rows.shape[0], out_features), dtype=x.dtype, device=x.device)
+        most = cuda_matmul.device_limits(x.get_device()).max_rows
+        for start in range(0, rows.shape[0], most):
+            part = slice(start, start + most)
+            cuda_matmul.launch_matmul(
+                rows[part], *operands, y[part], book, rotation_in, rotation_out, in_features, out_features
+            )
+    return y.view(*x.shape[:-1], out_features)
+
+
+def _decode_then_multiply(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    codebook: Codebook,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+) -> torch.Tensor:
+    """Multiply by weights that are decoded to the dtype of ``x``, about `GPU_BLOCK` of them at a time."""
+    same = None if bias is None else bias.to(x.dtype)
+    result: torch.Tensor | None = None
+    for block in row_blocks(out_features, rotation_out, trellis.shape[0] * TILE, 4 * GPU_BLOCK):
+        weight = cuda_decode.decode_weight(
+            trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, x.dtype, block.start, block.stop
+        )
+        part = F.linear(x, weight, None if same is None else same[block])
+        if block == slice(0, out_features):
+            return part
+        if result is None:
+            result = x.new_empty((x.shape[0], out_features))
+        result[:, block] = part
+    return x.new_empty((x.shape[0], out_features)) if result is None else result
+
+
+def _matmul_fake(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    codebook: str,
+    rotation_in: int,
+    rotation_out: int,
+    in_features: int,
+    out_features: int,
+) -> torch.Tensor:
+    book = get_codebook(codebook)
+    check_operand(trellis, suh, svh, bias, book, rotation_in, rotation_out, in_features, out_features)
+    check_activations(x, in_features, trellis.device)
+    return x.new_empty((*x.shape[:-1], out_features))

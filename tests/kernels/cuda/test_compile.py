@@ -1,0 +1,148 @@
+"""Kernels compile for every architecture, on machines without a GPU too, and the result is kept.
+
+What compiled code does is not checked here: that needs a GPU (`test_decode.py` and its neighbours).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from espalier_format.codec.codebook import get_codebook
+from espalier_format.errors import DependencyError, UsageError
+from espalier_format.kernels import cuda
+from espalier_format.kernels.cuda import compiler
+from espalier_format.kernels.cuda.compiler import ARCHITECTURES, Variant
+from espalier_format.kernels.cuda.macros import codebook_macros
+
+PER_KERNEL = 2
+"""Variants of each kernel that the quick test compiles for each architecture; the slow one compiles all."""
+
+
+def all_variants() -> dict[str, list[Variant]]:
+    """The variants of every kernel, in the order that their modules give."""
+    found: dict[str, list[Variant]] = {}
+    for info in pkgutil.iter_modules(cuda.__path__):
+        module = importlib.import_module(f"espalier_format.kernels.cuda.{info.name}")
+        for variant in getattr(module, "variants", list)():
+            found.setdefault(variant.kernel, []).append(variant)
+    return found
+
+
+VARIANTS = all_variants()
+
+
+@pytest.fixture
+def needs_compiler() -> None:
+    pytest.importorskip("cuda.core", reason="kernels are compiled by cuda-core, which is not installed")
+
+
+def check(variant: Variant, architecture: str) -> str:
+    """Compile and return what is wrong, if anything."""
+    source = compiler.kernel_source(variant.kernel)
+    try:
+        cubin, remarks = compiler.compile_text(source, variant.kernel, variant.macros, architecture)
+    except UsageError as error:
+        return str(error)[:2000]
+    if remarks:
+        return remarks[:2000]
+    missing = [symbol for symbol in variant.symbols if symbol.encode() + b"\0" not in cubin]
+    return f"no {missing}" if missing or not cubin.startswith(b"\x7fELF") else ""
+
+
+def test_every_kernel_has_variants() -> None:
+    files = (resources.files("espalier_format.kernels") / "cuda").iterdir()
+    assert sorted(VARIANTS) == sorted(file.name.removesuffix(".cu") for file in files if file.name.endswith(".cu"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", sorted(VARIANTS))
+def test_compiles(kernel: str, architecture: str, needs_compiler: None) -> None:
+    """A few variants for each architecture, others for each, spread over all there are."""
+    variants = VARIANTS[kernel]
+    first, turns = ARCHITECTURES.index(architecture), len(ARCHITECTURES) * PER_KERNEL
+    picked = {(first + len(ARCHITECTURES) * turn) * len(variants) // turns for turn in range(PER_KERNEL)}
+    for index in sorted(picked):
+        assert check(variants[index], architecture) == "", variants[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", sorted(VARIANTS))
+def test_all_variants_compile(kernel: str, architecture: str, needs_compiler: None) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = list(pool.map(lambda variant: check(variant, architecture), VARIANTS[kernel]))
+    assert not [(variant, fault) for variant, fault in zip(VARIANTS[kernel], faults, strict=True) if fault]
+
+
+def test_headers_are_written_out_once() -> None:
+    source = compiler.kernel_source("decode_weight")
+    assert "#include" not in source
+    assert source.count("struct Segment {") == 1
+    assert source.count("GRID_CODES[4096]") == 1
+
+
+def test_a_kernel_is_compiled_once(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, needs_compiler: None) -> None:
+    macros = codebook_macros(get_codebook("int5@3"))
+    start = time.perf_counter()
+    cubin = compiler.compile_cubin("decode_codes", macros, "sm_90")
+    assert time.perf_counter() - start < 10
+    assert kernel_cache.stat().st_mode & 0o077 == 0
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "compile_text", refuse)
+    compiler._open_cache.cache_clear()
+    start = time.perf_counter()
+    assert compiler.compile_cubin("decode_codes", dict(reversed(macros.items())), "sm_90") == cubin
+    assert time.perf_counter() - start < 0.2
+    for other in ({**macros, "HALF_STEPS": 5}, {**macros, "MORE": 1}):
+        with pytest.raises(AssertionError, match="compiled again"):
+            compiler.compile_cubin("decode_codes", other, "sm_90")
+    with pytest.raises(AssertionError, match="compiled again"):
+        compiler.compile_cubin("decode_codes", macros, "sm_80")
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(kernel_cache: Path, needs_compiler: None) -> None:
+    kernel_cache.mkdir()
+    kernel_cache.chmod(0o770)
+    assert compiler.compile_cubin("decode_codes", codebook_macros(get_codebook("e2m1@1")), "sm_90")
+    assert not list(kernel_cache.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_compiler: None, kernel_cache: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    assert compiler.compile_cubin("decode_codes", codebook_macros(get_codebook("e2m1@1")), "sm_90")
+
+
+def test_the_compilers_words_are_in_the_error(needs_compiler: None) -> None:
+    with pytest.raises(UsageError, match="FAMILY"):
+        compiler.compile_text('extern "C" __global__ void k() { FAMILY; }', "k", {}, "sm_90")
+
+
+def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(DependencyError, match="cuda-core"):
+        compiler.cuda_core()
+
+
+def test_importing_needs_no_cuda_core() -> None:
+    names = [f"espalier_format.kernels.cuda.{info.name}" for info in pkgutil.iter_modules(cuda.__path__)]
+    code = f"import sys, {', '.join(names)}, espalier_format.kernels.ops; assert 'cuda.core' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

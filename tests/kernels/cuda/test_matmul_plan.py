@@ -1,0 +1,132 @@
+"""How products are cut up: every weight is multiplied once, within what a device has. And that the kernel compiles.
+
+The arithmetic of the kernel's ``Cut`` is repeated here. Not checked: that a plan is the fastest one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier_format.codec.codebook import CODEBOOKS, get_codebook
+from espalier_format.codec.rotation import BLOCKS, padded
+
+pytest.importorskip("torch")
+from espalier_format.kernels.cuda.compiler import ARCHITECTURES, compile_text, kernel_source
+from espalier_format.kernels.cuda.macros import codebook_macros
+from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, Plan, candidates, make_plan
+
+H200 = Device(multiprocessors=132, shared_bytes=232448)
+MIDDLE = Device(multiprocessors=108, shared_bytes=166912)
+SMALL = Device(multiprocessors=28, shared_bytes=101376)
+
+
+def shares(plan: Plan, k_tiles: int) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
+    """Which (block, first tile, end) each thread block (x, y) takes, by the kernel's rules."""
+    found = {}
+    for x, y in itertools.product(range(plan.ranks), range(plan.thread_blocks)):
+        if plan.ranks > 1:
+            first = min(x * plan.unit_tiles, k_tiles)
+            blocks = range(y, plan.blocks, plan.thread_blocks)
+            found[x, y] = [(block, first, min(first + plan.unit_tiles, k_tiles)) for block in blocks]
+        else:
+            items = plan.blocks * plan.units
+            begin, end = items * y // plan.thread_blocks, items * (y + 1) // plan.thread_blocks
+            found[x, y] = []
+            for block in range(begin // plan.units, -(-end // plan.units)):
+                first = max(begin - block * plan.units, 0) * plan.unit_tiles
+                last = min(end - block * plan.units, plan.units) * plan.unit_tiles
+                found[x, y].append((block, first, min(last, k_tiles)))
+    return found
+
+
+def check_room(plan: Plan, is_grid: bool, device: Device) -> None:
+    """Inputs, sums and table of the kernel lie apart, wherever below 1 KiB a block's shared memory begins."""
+    inputs = plan.rows * (plan.slice_tiles * 16 + 8) * 2
+    sums = plan.buffers * plan.rows * (plan.width + 4) * 4 + plan.rows * 4 * -(-plan.slice_tiles // 16) + 8 * plan.rows
+    regions = [(plan.inputs_at, plan.inputs_at + inputs), (plan.sums_at, plan.sums_at + sums)]
+    if is_grid:
+        regions.append((65536 - 1024, 131072) if device.aligned_table else (0, 65536))
+    ordered = sorted(regions)
+    assert ordered[0][0] >= 0
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
+    assert ordered[-1][1] <= plan.shared_bytes
+    assert plan.inputs_at % 16 == 0
+    assert plan.sums_at % 16 == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(list(CODEBOOKS)),
+    rotation=st.tuples(st.sampled_from(BLOCKS), st.sampled_from(BLOCKS)),
+    size=st.tuples(st.integers(1, 9000), st.integers(1, 9000)),
+    rows=st.integers(1, 64),
+    device=st.sampled_from([H200, SMALL, MIDDLE]),
+)
+def test_every_weight_once(
+    name: str, rotation: tuple[int, int], size: tuple[int, int], rows: int, device: Device
+) -> None:
+    rows = min(rows, device.max_rows)
+    k_tiles, n_tiles = (padded(features, block) // 16 for features, block in zip(size, rotation, strict=True))
+    plans = list(candidates(get_codebook(name), *rotation, k_tiles, n_tiles, rows, device))
+    assert make_plan(get_codebook(name), *rotation, k_tiles, n_tiles, rows, device) in plans
+    for plan in plans:
+        assert plan.shared_bytes <= device.shared_bytes
+        assert plan.ranks * plan.thread_blocks <= device.multiprocessors or plan.thread_blocks == 1
+        assert (plan.blocks * plan.units + 1) * plan.thread_blocks < 2**32
+        assert plan.width % max(rotation[1], 16) == 0
+        assert (plan.blocks - 1) * plan.width < n_tiles * 16 <= plan.blocks * plan.width
+        assert WARPS % plan.column_groups == 0
+        assert 1 <= plan.buffers <= WARPS // plan.column_groups
+        assert plan.slice_tiles % 4 == 0
+        assert plan.slice_tiles * 16 % max(rotation[0], 1) == 0
+        assert plan.unit_tiles * 16 % max(rotation[0], 64) == 0
+        check_room(plan, get_codebook(name).is_grid, device)
+        taken: dict[int, list[tuple[int, int]]] = {}
+        for part in shares(plan, k_tiles).values():
+            for block, first, end in part:
+                assert first < end
+                taken.setdefault(block, []).append((first, end))
+        assert sorted(taken) == list(range(plan.blocks))
+        for parts in taken.values():
+            ordered = sorted(parts)
+            assert ordered[0][0] == 0
+            assert ordered[-1][1] == k_tiles
+            assert all(before[1] == after[0] for before, after in itertools.pairwise(ordered))
+        assert max(Counter({block: len(parts) for block, parts in taken.items()}).values()) <= plan.contributions
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiles_for_every_architecture(architecture: str) -> None:
+    macros = {
+        **codebook_macros(get_codebook("int5@2.5")),
+        "GROUPS": 1,
+        "ONE_ROW": 1,
+        "TILES": 2,
+        "TABLE_ALIGNED": 0,
+        "THREADS": 512,
+    }
+    cubin, remarks = compile_text(kernel_source("matmul"), "matmul", macros, architecture)
+    assert b"matmul" in cubin
+    assert "error" not in remarks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CODEBOOKS))
+def test_compiles_for_every_codebook(name: str) -> None:
+    """Each with the number of rows and tiles of some plan; all of them are compiled by the tests on a GPU."""
+    codebook = get_codebook(name)
+    rows = 1 + 9 * list(CODEBOOKS).index(name) % 64
+    plan = make_plan(codebook, 128, 128, 256, 256, rows, H200)
+    macros = {
+        **codebook_macros(codebook),
+        "GROUPS": plan.groups,
+        "ONE_ROW": int(rows == 1),
+        "TILES": plan.tiles,
+        "TABLE_ALIGNED": 1,
+    }
+    assert b"matmul" in compile_text(kernel_source("matmul"), "matmul", macros, "sm_90")[0]
