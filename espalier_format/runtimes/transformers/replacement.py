@@ -1,0 +1,173 @@
+"""Put compressed modules into a model that has no weights yet, after checking that each fits its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from espalier_format.checkpoint.module import expect_scales
+from espalier_format.converters.hf_architectures import ARCHITECTURES, Join, model_types
+from espalier_format.errors import SchemaError, ShapeError, SourceError, UnexpectedTensorError, UnknownSizeError
+from espalier_format.runtimes.transformers.banks import bank_module, bank_tensors
+from espalier_format.runtimes.transformers.linear import JoinedLinear, QuantizedLinear
+from espalier_format.runtimes.transformers.names import IgnoredNames, ModelNames, canonical
+from espalier_format.runtimes.transformers.sizes import check_sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from espalier_format.checkpoint.base import Checkpoint
+    from espalier_format.schema.config import ModuleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What was put into a model.
+
+    ``linears`` are the modules of the checkpoint that have become layers, ``banks`` maps the prefix of a bank in the
+    checkpoint to the module in the model. ``accounted`` holds the canonical names of tensors that transformers has no
+    place for and that are used, or given up, all the same: those of experts, and plain copies of quantized weights.
+    """
+
+    linears: tuple[str, ...] = ()
+    banks: dict[str, str] = field(default_factory=dict)
+    accounted: frozenset[str] = frozenset()
+
+
+def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
+    """Replace every layer of ``model``, on the "meta" device, that ``checkpoint`` stores quantized.
+
+    ``checkpoint`` is an Espalier checkpoint. Modules that the model class has no place for, and says so, are left out.
+
+    Raises:
+        UnexpectedTensorError: a quantized module has no place in the model.
+        SourceError: its place is no linear layer, or the class of experts is unknown.
+        ShapeError: its place has another size.
+        UnknownSizeError: a part of a joined layer whose size is not known.
+        SchemaError: config.json ties the head, which has weights of its own.
+        NonFiniteScaleError: a scale is infinite or NaN.
+    """
+    quantization = checkpoint.quantization
+    if quantization is None:
+        raise SourceError("is no Espalier checkpoint", path=checkpoint.folder.root)
+    places = ModelNames(name for name, _ in model.named_modules())
+    ignored = IgnoredNames(model)
+    tied = _tied(model)
+    linears: list[str] = []
+    parts: list[str] = []
+    accounted: set[str] = set()
+    for name, spec in quantization.modules.items():
+        place = places.find(name)
+        if place is not None:
+            if f"{place}.weight" in tied:
+                raise SchemaError(
+                    "config.json ties its weight to another one (tie_word_embeddings), but it is quantized",
+                    path=checkpoint.folder.root,
+                    tensor=f"{name}.esp_trellis",
+                )
+            _set(model, place, _quantized(name, spec, _linear(model, place, name)))
+            linears.append(name)
+        elif f"{name}.esp_trellis" not in ignored:
+            parts.append(name)
+        accounted.add(canonical(f"{name}.weight"))
+    banks: dict[str, str] = {}
+    for name, bank in quantization.expert_banks.items():
+        place = places.find(name)
+        if place is not None:
+            _set(model, place, bank_module(checkpoint, name, bank, model.get_submodule(place)))
+            banks[name] = place
+            accounted.update(map(canonical, bank_tensors(checkpoint, name, bank)))
+        elif f"{name}.0.up_proj.esp_trellis" not in ignored:
+            raise UnexpectedTensorError("the model has no such experts", path=checkpoint.folder.root, tensor=name)
+    joined = _join_parts(model, checkpoint, parts, quantization.modules, places)
+    accounted.update(canonical(f"{name}.{kind}") for name in joined for kind in ("weight", "bias"))
+    used = tuple(linears + parts)
+    _check_scales(checkpoint, used)
+    return Replacement(used, banks, frozenset(accounted))
+
+
+def _join_parts(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    names: list[str],
+    modules: Mapping[str, ModuleSpec],
+    places: ModelNames,
+) -> list[str]:
+    """Put together layers that the checkpoint stores in parts; return their names as the checkpoint would have them."""
+    joins = [
+        join for kind in model_types(checkpoint.config) if kind in ARCHITECTURES for join in ARCHITECTURES[kind].joins
+    ]
+    done: set[str] = set()
+    joined: list[str] = []
+    for name in names:
+        parent, _, part = name.rpartition(".")
+        join = next((join for join in joins if part in join.parts and join.parent.fullmatch(parent)), None)
+        place = None if join is None else places.find(f"{parent}.{join.fused}")
+        if join is None or place is None:
+            raise UnexpectedTensorError(
+                "the model has no such layer", path=checkpoint.folder.root, tensor=f"{name}.esp_trellis"
+            )
+        if place not in done:
+            done.add(place)
+            joined.append(f"{parent}.{join.fused}")
+            _set(model, place, _joined(model, place, parent, join, modules))
+    return joined
+
+
+def _joined(model: nn.Module, place: str, parent: str, join: Join, modules: Mapping[str, ModuleSpec]) -> JoinedLinear:
+    """Return a layer of the model in parts, which are put beside it."""
+    whole = _linear(model, place, f"{parent}.{join.fused}")
+    holder = place.rpartition(".")[0]
+    parts: list[nn.Module] = []
+    for part in join.parts:
+        name = f"{parent}.{part}"
+        spec = modules.get(name)
+        if spec is None or spec.size_source == "padded":
+            raise UnknownSizeError(f"it is one part of {join.fused}, and not all parts have a stated size", tensor=name)
+        with_sizes = nn.Linear(spec.in_features, spec.out_features, whole.bias is not None, "meta", whole.weight.dtype)
+        parts.append(_quantized(name, spec, with_sizes))
+        _set(model, f"{holder}.{part}", parts[-1])
+    sizes = (whole.in_features, sum(modules[f"{parent}.{part}"].out_features for part in join.parts))
+    widths = {modules[f"{parent}.{part}"].in_features for part in join.parts}
+    if widths != {whole.in_features} or sizes[1] != whole.out_features:
+        raise ShapeError(
+            "its parts do not make up the layer of the model",
+            tensor=f"{parent}.{join.fused}",
+            expected=f"{whole.out_features} x {whole.in_features}",
+            got=f"{sizes[1]} x {min(widths)}",
+        )
+    return JoinedLinear(tuple(parts), *sizes)
+
+
+def _quantized(name: str, spec: ModuleSpec, layer: nn.Linear) -> QuantizedLinear:
+    sizes = (layer.in_features, layer.out_features)
+    check_sizes(name, spec, *sizes)
+    rotation = (spec.rotation.in_, spec.rotation.out)
+    return QuantizedLinear(spec.codebook, rotation, *sizes, bias=layer.bias is not None, dtype=layer.weight.dtype)
+
+
+def _linear(model: nn.Module, place: str, name: str) -> nn.Linear:
+    module = model.get_submodule(place)
+    # A subclass with a forward of its own does something else.
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise SourceError(f"in the model this is a {type(module).__name__}, not a linear layer", tensor=name)
+    return module
+
+
+def _tied(model: nn.Module) -> set[str]:
+    keys = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*keys, *keys.values()}
+
+
+def _set(model: nn.Module, place: str, module: nn.Module) -> None:
+    parent, _, name = place.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _check_scales(checkpoint: Checkpoint, names: tuple[str, ...]) -> None:
+    modules = [checkpoint.modules[name] for name in names]
+    expect_scales(modules)
+    for module in modules:
+        module.scales()

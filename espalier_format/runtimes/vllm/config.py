@@ -1,0 +1,121 @@
+"""vLLM's quantization config for Espalier checkpoints: which method computes which layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as HostConfig
+
+from espalier_format.errors import UsageError
+from espalier_format.runtimes.vllm.completeness import check_folder
+from espalier_format.runtimes.vllm.layer_names import LayerNames, NameMapper, constituents
+from espalier_format.schema.config import QUANT_METHOD, ModuleSpec, QuantizationConfig, parse_quantization_config
+
+
+@register_quantization_config(QUANT_METHOD)
+class EspalierConfig(HostConfig):
+    """The block ``quantization_config`` of a checkpoint, and the names that vLLM's model gives its modules."""
+
+    def __init__(self, quantization: QuantizationConfig) -> None:
+        super().__init__()
+        self.quantization = quantization
+        self._names = LayerNames(quantization.modules, quantization.expert_banks)
+        self._biases: frozenset[str] | None = None
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Return "espalier"."""
+        return QUANT_METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Return the dtypes that activations may have."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the lowest compute capability of a CUDA device, times ten."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no names: the config stands in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Read the block of config.json. Raises what `parse_quantization_config` raises."""
+        return cls(parse_quantization_config(config))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: NameMapper) -> None:
+        """Rename the modules as the model does."""
+        self._names.rename(hf_to_vllm_mapper)
+
+    def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
+        """Check a local folder before vLLM reads it: `check_folder` says what, and what it raises.
+
+        vLLM calls this once, before it starts its workers. A model that is named by its place on the Hub is not here
+        yet; then only the checks after loading remain.
+        """
+        if Path(model_name).is_dir():
+            self._biases = check_folder(model_name, self.quantization)
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """Return what computes a layer, None where vLLM's default is right. ``prefix`` is its name in the model.
+
+        Raises UsageError for quantized embeddings and for single quantized experts that are in no bank.
+        """
+        # Late: these modules load most of vLLM's, and every process of vLLM imports this one.
+        from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415
+        from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding  # noqa: PLC0415
+
+        if isinstance(layer, LinearBase):
+            return self._linear_method(prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._vocabulary_method(layer, prefix)
+        if isinstance(layer, RoutedExperts):
+            return self._expert_method(layer, prefix)
+        return None
+
+    def _linear_method(self, prefix: str) -> Any:
+        modules: dict[str, ModuleSpec | None] = {}
+        whole = self._names.module(prefix)
+        for name in (prefix,) if whole is not None else constituents(prefix, self.packed_modules_mapping):
+            original = self._names.module(name)
+            modules[original or name] = None if original is None else self.quantization.modules[original]
+        if not any(modules.values()):
+            from espalier_format.runtimes.vllm.plain_methods import PlainLinearMethod  # noqa: PLC0415 - as above
+
+            return PlainLinearMethod(prefix)
+        from espalier_format.runtimes.vllm.linear_method import EspalierLinearMethod  # noqa: PLC0415 - as above
+
+        return EspalierLinearMethod(modules, self._biases)
+
+    def _vocabulary_method(self, layer: Any, prefix: str) -> Any:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415 - as above
+
+        name = self._names.module(prefix)
+        if name is None:
+            from espalier_format.runtimes.vllm.plain_methods import PlainEmbeddingMethod  # noqa: PLC0415 - as above
+
+            return PlainEmbeddingMethod(prefix)
+        if not isinstance(layer, ParallelLMHead):
+            raise UsageError("quantized embeddings are not supported in vLLM", tensor=name)
+        from espalier_format.runtimes.vllm.head_method import EspalierHeadMethod  # noqa: PLC0415 - as above
+
+        return EspalierHeadMethod(name, self.quantization.modules[name])
+
+    def _expert_method(self, layer: Any, prefix: str) -> Any:
+        name = self._names.bank(prefix)
+        if name is None:
+            single = self._names.within(prefix)
+            if single is not None:
+                raise UsageError("a quantized expert that is in no expert bank is not supported in vLLM", tensor=single)
+            return None
+        from espalier_format.runtimes.vllm.expert_method import EspalierExpertMethod  # noqa: PLC0415 - as above
+
+        return EspalierExpertMethod(layer.moe_config, name, self.quantization.expert_banks[name])
