@@ -136,6 +136,10 @@ def get_codebook(name: str) -> Codebook:
     """Return the codebook of that name.
 
     Raises CodebookError for every name that is not in `CODEBOOKS`.
+
+    >>> codebook = get_codebook("e2m1@1.5")
+    >>> codebook.family, codebook.bits, codebook.halfwords_per_tile, codebook.multiplier_hex
+    ('e2m1', 1.5, 24, '0x467B7AF9')
     """
     codebook = CODEBOOKS.get(name)
     if codebook is None:
