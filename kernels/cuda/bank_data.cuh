@@ -60,7 +60,7 @@ struct Shared {
     u16 start[MOST + 2];        // of each group, and the end
     u32 tiles[3][MOST];         // of the matrices of each group
     unsigned char books[3][MOST];
-    int groups, totals[MOST / 32];
+    int groups, leavers, totals[MOST / 32];
 };
 
 extern __shared__ __align__(1024) unsigned char dynamic[];

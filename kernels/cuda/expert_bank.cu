@@ -146,7 +146,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void expert_bank(
     }
     // The last block to leave clears the counters for the next launch.
     __syncthreads();
-    const bool last = threadIdx.x == 0 && atomicAdd(a.counters + LEFT, 1) == gridDim.x - 1;
-    if (__syncthreads_or(last))
+    if (threadIdx.x == 0) s.leavers = atomicAdd(a.counters + LEFT, 1);
+    __syncthreads();
+    if (s.leavers == gridDim.x - 1)
         for (int i = threadIdx.x; i < A_DONE + MOST; i += THREADS) a.counters[i] = 0;
 }

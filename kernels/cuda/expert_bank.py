@@ -117,7 +117,7 @@ def _plan(geometry: BankGeometry, bfloat: bool, form: _Form) -> Plan:
     }
     team = _TOKENS * (2 * form.slice + 16) + TEAM_WARPS // _PARTS * _TOKENS * _ROW_BYTES
     team += 4 * _TOKENS * (form.slice // chunk) + 2 * 13 * 4 + 8
-    shared = THREADS // 32 // TEAM_WARPS * team + _MOST * (4 + 4 + 2 + 2 + 12 + 3) + 4 + 4 + _MOST // 8
+    shared = THREADS // 32 // TEAM_WARPS * team + _MOST * (4 + 4 + 2 + 2 + 12 + 3) + 4 + 8 + _MOST // 8
     return Plan(macros, first_free + shared, tuple(numbers))
 
 

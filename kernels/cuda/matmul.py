@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from espalier_format.codec.codebook import Codebook
+from espalier_format.codec.codebook import CODEBOOKS, Codebook
 from espalier_format.codec.tile import TILE
+from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import load_kernel
 from espalier_format.kernels.cuda.macros import codebook_macros
@@ -19,6 +21,7 @@ from espalier_format.kernels.cuda.workspace import arrival_counters
 if TYPE_CHECKING:
     from cuda.core import Kernel
 
+_SYMBOLS: Final = ("matmul", "rotate_inputs")
 _BIAS_KINDS: Final = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
@@ -133,7 +136,13 @@ def _kernels(
     codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool, device_index: int
 ) -> tuple[Kernel, Kernel, bool]:
     """Return the kernels, and whether they may overlap with what stands before them."""
-    macros = {
+    macros = _macros(codebook, groups, one_row, tiles, aligned)
+    kernels = (load_kernel("matmul", symbol, macros, device_index) for symbol in _SYMBOLS)
+    return *kernels, torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+def _macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool) -> dict[str, int | str]:
+    return {
         **codebook_macros(codebook),
         "GROUPS": groups,
         "ONE_ROW": int(one_row),
@@ -141,8 +150,14 @@ def _kernels(
         "THREADS": 32 * WARPS,
         "TABLE_ALIGNED": int(aligned),
     }
-    kernels = (load_kernel("matmul", symbol, macros, device_index) for symbol in ("matmul", "rotate_inputs"))
-    return *kernels, torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+def variants() -> Iterator[Variant]:
+    """List how the kernels are compiled: every codebook for one row, and for a number of rows that changes."""
+    for turn, codebook in enumerate(CODEBOOKS.values()):
+        groups = (1, 2, 4, 8)[turn % 4]
+        yield Variant("matmul", _SYMBOLS, _macros(codebook, 1, True, 2, turn % 2 == 0))
+        yield Variant("matmul", _SYMBOLS, _macros(codebook, groups, False, 2, turn % 2 == 1))
 
 
 @lru_cache(maxsize=4096)
