@@ -43,6 +43,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def append_durably(path: Path, data: bytes) -> None:
+    """Append to a file, which is made where it is missing, and put it on disk; a link is not followed.
+
+    Raises:
+        OSError: the operating system refuses, or there is a link.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "ab") as file:  # noqa: PTH123 - it is no path
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_error(error: Exception, path: str | Path, *, kept: bool = False) -> WriteError:
     """Return the `WriteError` for what the operating system said; `kept` says that finished files stay."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from espalier_format.container.durable import sync_folder
+from espalier_format.container.atomic_file import replace_file
+from espalier_format.container.durable import append_durably, sync_folder
 from espalier_format.container.hashing import FileRecord, hash_file
 from espalier_format.container.job import JOB_NAME, take_over
 from espalier_format.container.json_document import parse_json
+from espalier_format.container.ownership import is_sole_file
 from espalier_format.container.regular_file import read_regular
 from espalier_format.errors import EspalierError
 from espalier_format.limits import MAX_JSON_BYTES
@@ -36,14 +37,14 @@ class FinishedFiles:
         """Take over what the workspace holds, or begin; remove what an earlier run did not finish.
 
         Raises:
-            UsageError, WriteError: as `take_over`.
+            OutputExistsError, UsageError, WriteError: as `take_over`.
             OSError: the operating system refuses.
         """
         self._workspace = workspace
         self._files = workspace / _FILES
         self._journal = workspace / _JOURNAL
         self._lines: dict[str, tuple[str, str]] = {}
-        if take_over(workspace, job):
+        if take_over(workspace, job, folders=[_FILES], files=[_JOURNAL]):
             self._read()
         self._files.mkdir(exist_ok=True)
         self._remove_others()
@@ -55,7 +56,8 @@ class FinishedFiles:
     def find(self, name: str, plan: str, progress: Callable[[int], object] | None) -> FileRecord | None:
         """Return the record of a file that an earlier run finished by the same `plan`; its bytes are hashed.
 
-        None for one that has to be written; a spoilt one has been removed then.
+        None for one that has to be written; a spoilt one has been removed then, and so has a link or one of several
+        names of a file: in the output, it would change whenever somebody changes it elsewhere.
 
         Raises:
             OSError: a spoilt file cannot be removed.
@@ -64,7 +66,7 @@ class FinishedFiles:
         path = self.path(name)
         if line is None:
             return None
-        if line[0] == plan:
+        if line[0] == plan and is_sole_file(path):
             with contextlib.suppress(EspalierError, OSError):
                 record = hash_file(path, progress)
                 if record.sha256 == line[1]:
@@ -76,10 +78,7 @@ class FinishedFiles:
     def add(self, name: str, plan: str, record: FileRecord) -> None:
         """Remember, durably, that a file is complete and on disk; OSError when the operating system refuses."""
         line = json.dumps([name, plan, record.sha256]) + "\n"
-        with self._journal.open("ab") as journal:
-            journal.write(line.encode("ascii"))
-            journal.flush()
-            os.fsync(journal.fileno())
+        append_durably(self._journal, line.encode("ascii"))
         sync_folder(self._files)
         self._lines[name] = (plan, record.sha256)
 
@@ -118,4 +117,6 @@ class FinishedFiles:
                 break
             whole += len(line)
             self._lines[name] = (plan, sha256)
-        os.truncate(self._journal, whole)  # nothing may be appended to half a line
+        # Nothing may be appended to half a line, nor to a file that has another name elsewhere.
+        if whole < len(data) or not is_sole_file(self._journal):
+            replace_file(self._journal, data[:whole])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from espalier_format.container.atomic_file import replace_file
 from espalier_format.container.durable import write_error
+from espalier_format.container.json_document import parse_json
+from espalier_format.container.ownership import check_own_file, check_own_flat_folder
 from espalier_format.container.regular_file import read_regular
-from espalier_format.errors import UsageError
+from espalier_format.errors import EspalierError, UsageError
 from espalier_format.limits import MAX_JSON_BYTES
 
 JOB_NAME: Final = "job.json"
@@ -20,25 +22,39 @@ JOB_NAME: Final = "job.json"
 _COMMAND: Final = "command"
 
 
-def take_over(workspace: Path, job: Mapping[str, object]) -> bool:
+def take_over(
+    workspace: Path, job: Mapping[str, object], *, folders: Iterable[str] = (), files: Iterable[str] = ()
+) -> bool:
     """Return whether `workspace` holds the work of this very job; where it states none, empty it and write it down.
 
     `job` is a JSON object. Its member "command" names what is done, the others everything that decides about the
-    result; their names are what a person reads when they differ.
+    result; their names are what a person reads when they differ. `folders`
+    and `files` are what else the caller has in the workspace: all of it is looked at before anything is changed.
 
     Raises:
+        OutputExistsError: a link, or what is not of its kind, is in the place of one of them, or a folder in a folder.
         UsageError: what is there belongs to another command, or to a job with other settings or another source.
         WriteError: the operating system refuses.
     """
     path = workspace / JOB_NAME
     text = json.dumps(job, indent=1, sort_keys=True)
+    try:
+        for folder in folders:
+            check_own_flat_folder(workspace / folder)
+        for name in (JOB_NAME, *files):
+            check_own_file(workspace / name)
+    except EspalierError:  # OutputExistsError is an OSError too
+        raise
+    except OSError as error:
+        raise write_error(error, workspace.parent.parent, kept=True) from error
     if not path.exists():
         _empty(workspace)
         replace_file(path, text.encode("ascii"))
         return False
-    try:
-        earlier: object = json.loads(read_regular(path, MAX_JSON_BYTES))
-    except ValueError:
+    data = read_regular(path, MAX_JSON_BYTES)
+    try:  # bounded: what is there may be anything
+        earlier = parse_json(data, path=path, max_string=MAX_JSON_BYTES)
+    except EspalierError:
         earlier = None
     stated = earlier if isinstance(earlier, dict) else {}
     wanted: dict[str, object] = json.loads(text)

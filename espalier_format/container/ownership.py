@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -92,6 +93,56 @@ def refuse_foreign_files(root: Path, own: frozenset[str], shown_as: Path) -> Non
         raise OutputExistsError(
             f"holds files that espalier-format did not write ({listed}); move them away", path=shown_as
         )
+
+
+def check_own_folder(path: Path) -> None:
+    """Refuse what stands where a folder of ours belongs and is none: what is behind a link is somebody else's.
+
+    Raises:
+        OutputExistsError: a link, a file or the like is there.
+        OSError: the operating system does not say what is there.
+    """
+    mode = _mode(path)
+    if mode is not None and not stat.S_ISDIR(mode):
+        raise OutputExistsError(f"is {_link_or(mode, 'no folder')}, and not ours; move it away", path=path)
+
+
+def check_own_file(path: Path) -> None:
+    """Refuse what stands where a file of ours belongs and is no regular file, as `check_own_folder` does."""
+    mode = _mode(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        raise OutputExistsError(f"is {_link_or(mode, 'not a regular file')}, and not ours; move it away", path=path)
+
+
+def check_own_flat_folder(path: Path) -> None:
+    """Refuse a folder of ours that is none, or that holds a folder: nothing of ours is in one there."""
+    check_own_folder(path)
+    if not os.path.lexists(path):
+        return
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                raise OutputExistsError("is a folder, and not ours; move it away", path=entry.path)
+
+
+def is_sole_file(path: Path) -> bool:
+    """Tell whether a regular file is there that has no other name: nobody else can be holding or changing it."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _link_or(mode: int, what: str) -> str:
+    return "a link" if stat.S_ISLNK(mode) else what
 
 
 def _files(root: Path) -> list[str]:

@@ -103,13 +103,21 @@ def is_unfinished(work: Path, found: AbstractSet[str]) -> bool:
 def _take_back(root: Path, work: Path, notes: Notes) -> None:
     """Move the new files to where they came from: a run that goes on with them need not write them again."""
     for name in sorted(notes.new, key=lambda name: name != CONFIG_NAME):
+        if _leads_out(root, name) or _leads_out(work, notes.new[name]):
+            continue  # the notes may come from anybody, and behind a link is nothing of ours
         with contextlib.suppress(OSError):
             (root / name).rename(work / notes.new[name])
         with contextlib.suppress(OSError):
             (root / name).unlink()
     for folder in sorted(_folders(notes.new), key=lambda name: -name.count("/")):
-        with contextlib.suppress(OSError):
-            (root / folder).rmdir()
+        if not _leads_out(root, folder):
+            with contextlib.suppress(OSError):
+                (root / folder).rmdir()
+
+
+def _leads_out(folder: Path, name: str) -> bool:
+    """Tell whether a folder on the way to a file is a link."""
+    return any((folder / parent).is_symlink() for parent in Path(name).parents if parent.name)
 
 
 def _folders(names: Iterable[str]) -> set[str]:

@@ -22,6 +22,7 @@ from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, PROGRESS
 from espalier_format.container.ownership import (
     KEPT_NAMES,
     NOTES_NAME,
+    check_own_folder,
     note_files,
     own_files,
     refuse_foreign_files,
@@ -88,14 +89,17 @@ class Staging:
         """Create the destination where it is missing, and the folder for temporary files; take the lock.
 
         Raises:
-            OutputExistsError: another process is writing there, or the folder has been filled meanwhile.
+            OutputExistsError: another process is writing there, the folder has been filled meanwhile, or a link or a
+                file is where a folder of ours belongs; nothing has been touched.
             WriteError: the operating system refuses.
         """
         try:
             self._make_folders(self.root)
             self._replaces = self._check_free()
-            if self.work.is_symlink():
-                raise OutputExistsError("is a link, and not ours", path=self.work)  # noqa: TRY301 - undone below
+            # Before the lock: once it is held, undoing may move what is in these.
+            for folder in (self.work, self.work / OLD_NAME, self.workspace if self.resume else None):
+                if folder is not None:
+                    check_own_folder(folder)
             self.work.mkdir(exist_ok=True)
             self._lock = take_lock(self.work / _LOCK)
             if (self.work / OLD_NAME).exists():  # a run was killed while it replaced what was there

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from espalier_format.container.atomic_file import replace_file
-from espalier_format.container.durable import sync_folder
+from espalier_format.container.durable import append_durably, sync_folder
 from espalier_format.container.header import serialise_header
 from espalier_format.container.job import JOB_NAME, take_over
 from espalier_format.container.json_document import parse_json
@@ -63,15 +63,14 @@ class QuantizeState:
         """Take over what the folder holds, or begin.
 
         Raises:
-            UsageError: what is there belongs to a job with other settings or another source.
-            WriteError: the operating system refuses.
+            OutputExistsError, UsageError, WriteError: as `take_over`.
         """
         self._folder = folder
         self._results = folder / _RESULTS
         self._lines: list[str] = []
         self._synced = time.monotonic()
         self.measurements: dict[str, tuple[float, ...]] = {}
-        if take_over(folder, job):
+        if take_over(folder, job, folders=[_RESULTS], files=[_MEASUREMENTS]):
             self._read_measurements()
         with _write_errors(folder):
             self._results.mkdir(exist_ok=True)
@@ -90,10 +89,8 @@ class QuantizeState:
         """Make all measurements durable; WriteError when the operating system refuses."""
         if not self._lines:
             return
-        with _write_errors(self._folder), (self._folder / _MEASUREMENTS).open("ab") as file:
-            file.write("".join(self._lines).encode("ascii"))
-            file.flush()
-            os.fsync(file.fileno())
+        with _write_errors(self._folder):
+            append_durably(self._folder / _MEASUREMENTS, "".join(self._lines).encode("ascii"))
         self._lines.clear()
         self._synced = time.monotonic()
 
@@ -110,17 +107,20 @@ class QuantizeState:
     def result(self, number: int, module: str, codebook: str) -> ModuleResult | None:
         """Return the result of a module if it is there and whole: its bytes are hashed. Else None."""
         path = self._path(number)
-        if not path.exists():
+        if path.is_symlink() or not path.exists():
             return None
         try:
             with Shard(path) as shard:
                 notes = dict(shard.header.metadata)
                 whole = shard.header.tensors.keys() == set(TENSORS) and notes.get("sha256") == _hash(shard)
+            report = parse_json(notes.get("report", "").encode("utf-8", "surrogatepass"), path=path)
         except EspalierError:
             return None
-        if not whole or (notes["module"], notes["codebook"]) != (module, codebook):
+        if not whole or (notes.get("module"), notes.get("codebook")) != (module, codebook):
             return None
-        return ModuleResult(path, codebook, notes["digest"], json.loads(notes["report"]))
+        if "digest" not in notes or not isinstance(report, dict):
+            return None
+        return ModuleResult(path, codebook, notes["digest"], report)
 
     def add_result(
         self, number: int, module: str, encoded: EncodedModule, digest: str, report: Mapping[str, object]
@@ -172,7 +172,7 @@ class QuantizeState:
             try:
                 entry: Any = parse_json(line, path=path)
                 self.measurements[str(entry[0])] = tuple(float(number) for number in entry[1])
-            except (EspalierError, TypeError, ValueError, LookupError):
+            except (EspalierError, TypeError, ValueError, LookupError, OverflowError):
                 break  # a kill cut the last line short
             if not line.endswith(b"\n"):
                 break

@@ -181,3 +181,53 @@ def test_notes_from_somebody_else_move_nothing_out_of_the_folder(staged: str, tm
         writer.finish(manifest=manifest_bytes)
     assert (tmp_path / "victim").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "victim"]
+
+
+def test_notes_from_somebody_else_change_nothing_behind_a_link(tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    work = out / PROGRESS_NAME
+    (work / "old").mkdir(parents=True)
+    (elsewhere / "empty").mkdir(parents=True)
+    (elsewhere / "a").write_text("theirs")
+    (out / "b").write_text("ours")
+    (out / "sub").symlink_to(elsewhere)
+    (work / "sub").symlink_to(elsewhere)
+    new = {"sub/a": "1.partial", "sub/empty/x": "2.partial", "b": "sub/a"}
+    (work / "names.json").write_text(json.dumps({"files": ["b", "sub"], "old": [], "new": new}))
+    with contextlib.suppress(OutputExistsError), CheckpointWriter(out, force=True):
+        pass
+    assert (elsewhere / "a").read_text() == "theirs"
+    assert (elsewhere / "empty").is_dir()
+
+
+@pytest.mark.parametrize("name", ["", "work", "old"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+def test_a_folder_of_ours_that_is_none_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "deep" / "data").write_text("theirs")
+    with pytest.raises(RuntimeError):
+        _begin(out)
+    place = out / PROGRESS_NAME / name
+    if place.exists():
+        place.rename(tmp_path / "moved")
+    if kind == "file":
+        place.write_text("theirs")
+    else:
+        place.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    before = sorted(out.rglob("*"))
+    with pytest.raises(OutputExistsError, match="is no folder, and not" if kind == "file" else "is a link, and not"):
+        _write(out, resume=True)
+    assert sorted(out.rglob("*")) == before
+    assert (elsewhere / "deep" / "data").read_text() == "theirs"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_run_that_begins_anew_removes_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "data").write_text("theirs")
+    (out / PROGRESS_NAME).mkdir(parents=True)
+    (out / PROGRESS_NAME / "work").symlink_to(elsewhere)
+    assert _write(out, force=True) == 0
+    assert (elsewhere / "data").read_text() == "theirs"

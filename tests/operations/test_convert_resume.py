@@ -387,3 +387,123 @@ def test_an_old_output_stays_until_the_new_one_is_complete(tmp_path: Path) -> No
     assert convert(source, out, to="espalier", force=True, resume=True).resumed > 0
     convert(source, tmp_path / "whole", to="espalier")
     assert content(out) == content(tmp_path / "whole")
+
+
+def _unfinished(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Return a source, an unfinished output of it, and the workspace of that."""
+    source, out = exl3_source(tmp_path / "m"), tmp_path / "out"
+    _interrupt(PAIRS[0], source, out, 200_000)
+    return source, out, out / ".espalier-in-progress" / "work"
+
+
+def _tree(folder: Path) -> dict[str, bytes | str]:
+    found: dict[str, bytes | str] = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            found[str(path)] = str(path.readlink())
+        elif path.name != "lock":
+            found[str(path)] = path.read_bytes() if path.is_file() else "folder"
+    return found
+
+
+@pytest.mark.parametrize("job", [True, False])
+@pytest.mark.parametrize("name", ["", "files", "job.json", "finished.jsonl"])
+@pytest.mark.parametrize("dangling", [True, False])
+def test_nothing_is_changed_through_a_link(name: str, job: bool, dangling: bool, tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    if not job:
+        (work / "job.json").unlink()
+    elsewhere = tmp_path / "elsewhere"
+    place = work / name
+    if place.exists():
+        place.rename(elsewhere)
+    if dangling:
+        elsewhere = tmp_path / "nowhere"
+    elif not elsewhere.exists():
+        elsewhere.write_text("theirs")
+    elif elsewhere.is_dir():
+        (elsewhere / "deep").mkdir()
+        (elsewhere / "deep" / "data").write_text("theirs")
+    place.symlink_to(elsewhere)
+    before = _tree(tmp_path)
+    with pytest.raises(OutputExistsError, match="is a link, and not ours; move it away"):
+        convert(source, out, to="espalier", resume=True)
+    assert _tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["files", "job.json", "finished.jsonl"])
+def test_what_is_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    (work / name).rename(tmp_path / "moved")
+    if name == "files":
+        (work / name).write_text("theirs")
+    else:
+        (work / name).mkdir()
+    before = _tree(tmp_path)
+    with pytest.raises(OutputExistsError, match=r"is (no folder|not a regular file), and not ours; move it away"):
+        convert(source, out, to="espalier", resume=True)
+    assert _tree(tmp_path) == before
+
+
+def test_a_folder_in_the_place_of_a_finished_file_is_refused(tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    convert(source, tmp_path / "whole", to="espalier")
+    place = next((work / "files").iterdir())
+    place.unlink()
+    place.mkdir()
+    (place / "data").write_text("theirs")
+    before = _tree(out)
+    with pytest.raises(OutputExistsError, match=r"\.partial: is a folder, and not ours; move it away$"):
+        convert(source, out, to="espalier", resume=True)
+    assert _tree(out) == before
+    place.rename(tmp_path / "away")  # what the message asks for is enough
+    assert convert(source, out, to="espalier", resume=True).resumed > 0
+    assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["link", "second name"])
+def test_a_finished_file_that_is_elsewhere_too_is_written_again(kind: str, tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    convert(source, tmp_path / "whole", to="espalier")
+    files = list((work / "files").iterdir())
+    elsewhere = tmp_path / "elsewhere"
+    if kind == "link":
+        files[0].rename(elsewhere)
+        files[0].symlink_to(elsewhere)
+    else:
+        elsewhere.hardlink_to(files[0])
+    data = elsewhere.read_bytes()
+    assert convert(source, out, to="espalier", resume=True).resumed == len(files) - 1
+    assert content(out) == content(tmp_path / "whole")
+    assert elsewhere.read_bytes() == data
+    assert elsewhere.stat().st_nlink == 1
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+
+
+def test_a_journal_with_a_second_name_is_not_appended_to(tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.hardlink_to(work / "finished.jsonl")
+    data = elsewhere.read_bytes()
+    assert convert(source, out, to="espalier", resume=True).resumed > 0
+    assert elsewhere.read_bytes() == data
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000, "\udcff"])
+def test_a_job_that_is_no_json_of_ours_is_another_one(text: str, tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    (work / "job.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    before = _tree(out)
+    with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
+        convert(source, out, to="espalier", resume=True)
+    assert _tree(out) == before
+
+
+def test_a_journal_line_of_any_depth_ends_the_journal(tmp_path: Path) -> None:
+    source, out, work = _unfinished(tmp_path)
+    convert(source, tmp_path / "whole", to="espalier")
+    kept = len(_staged(out))
+    with (work / "finished.jsonl").open("a") as journal:
+        journal.write("[" * 100_000 + "\n")
+    assert convert(source, out, to="espalier", resume=True).resumed == kept
+    assert content(out) == content(tmp_path / "whole")

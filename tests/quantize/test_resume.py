@@ -307,3 +307,91 @@ def test_an_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, monke
     assert quantize(source, tmp_path / "out", bits=4, force=True, resume=True).resumed == 3
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
     assert _content(tmp_path / "out") != before
+
+
+@pytest.fixture
+def unfinished(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_encoder: None) -> Path:
+    """The workspace of an unfinished output of ``dense``."""
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(dense, tmp_path / "out", bits=2.5)
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    return tmp_path / "out" / ".espalier-in-progress" / "work"
+
+
+@pytest.mark.parametrize("job", [True, False])
+@pytest.mark.parametrize("name", ["", "results", "job.json", "measurements.jsonl"])
+@pytest.mark.parametrize("dangling", [True, False])
+def test_nothing_is_changed_through_a_link(
+    name: str, job: bool, dangling: bool, unfinished: Path, dense: Path, tmp_path: Path
+) -> None:
+    if not job:
+        (unfinished / "job.json").unlink()
+    elsewhere = tmp_path / "elsewhere"
+    place = unfinished / name
+    if place.exists():
+        place.rename(elsewhere)
+    if dangling:
+        elsewhere = tmp_path / "nowhere"
+    elif not elsewhere.exists():
+        elsewhere.write_text("theirs")
+    elif elsewhere.is_dir():
+        (elsewhere / "data").write_text("theirs")
+    place.symlink_to(elsewhere)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(OutputExistsError, match="is a link, and not ours; move it away"):
+        quantize(dense, tmp_path / "out", bits=2.5, resume=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert place.is_symlink()
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", ["000000.safetensors", "000000.partial"])
+def test_a_folder_among_the_results_is_refused(name: str, unfinished: Path, dense: Path, tmp_path: Path) -> None:
+    place = unfinished / "results" / name
+    place.unlink(missing_ok=True)
+    place.mkdir()
+    (place / "data").write_text("theirs")
+    with pytest.raises(OutputExistsError, match=f"{name}: is a folder, and not ours; move it away$"):
+        quantize(dense, tmp_path / "out", bits=2.5, resume=True)
+    assert (place / "data").read_text() == "theirs"
+    place.rename(tmp_path / "away")
+    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed >= 2
+
+
+def test_a_result_behind_a_link_is_made_again(unfinished: Path, dense: Path, tmp_path: Path) -> None:
+    results = sorted((unfinished / "results").iterdir())
+    results[0].rename(tmp_path / "elsewhere")
+    results[0].symlink_to(tmp_path / "elsewhere")
+    data = (tmp_path / "elsewhere").read_bytes()
+    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed == len(results) - 1
+    assert (tmp_path / "elsewhere").read_bytes() == data
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '["m", [1' + "0" * 400 + "]]"])
+def test_state_of_another_form_is_not_taken_over(line: str, unfinished: Path, dense: Path, tmp_path: Path) -> None:
+    with (unfinished / "measurements.jsonl").open("a") as file:
+        file.write(line + "\n")
+    job = (unfinished / "job.json").read_bytes()
+    (unfinished / "job.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
+        quantize(dense, tmp_path / "out", bits=2.5, resume=True)
+    (unfinished / "job.json").write_bytes(job)
+    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 3
+
+
+@pytest.mark.parametrize("report", ["[" * 20_000, "[]", None])
+def test_a_result_with_a_report_of_another_form_is_made_again(
+    report: str | None, unfinished: Path, dense: Path, tmp_path: Path
+) -> None:
+    path = unfinished / "results" / "000000.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"]["report"] = report
+    if report is None:
+        del header["__metadata__"]["report"]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 2
