@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-lowest test-transformers test-vllm capabilities check bench clean
+.PHONY: help demo test test-all test-lowest test-transformers test-vllm capabilities check bench bench-cuda clean
 
 help:
 	@echo "make demo      install into $(VENV) and convert a real EXL3 checkpoint there and back"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-vllm  test the vLLM plugin with the CPU build of vLLM 0.32, in $(VLLM) (3.5 GB; about a quarter of an hour)"
 	@echo "make capabilities  run the tests behind the README's table of hosts and write it anew"
 	@echo "make bench     measure decode, convert and inspect on this machine (needs 13 GB of disk)"
+	@echo "make bench-cuda  measure the CUDA kernels on this machine's GPU (against exllamav3 where it is installed)"
 	@echo "make clean     remove the environments and caches"
 
 demo: $(VENV)/.installed
@@ -56,6 +57,12 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/decode.py --write
 	$(BIN)/python benchmarks/inspection.py --write
 	$(BIN)/python benchmarks/convert.py --write
+
+bench-cuda: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/cuda_decode.py --write
+	$(BIN)/python benchmarks/cuda_matmul.py --write
+	$(BIN)/python benchmarks/cuda_expert_bank.py --write
+	$(BIN)/python benchmarks/cuda_encode.py --write
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

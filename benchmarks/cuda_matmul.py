@@ -68,7 +68,7 @@ def ours(k: int, n: int, name: str, packed: Sequence[torch.Tensor]) -> list[Prod
     suh, svh = (torch.ones(size, dtype=torch.float16, device="cuda") for size in (k, n))
 
     def make(trellis: torch.Tensor) -> Product:
-        return lambda x: ops.matmul.matmul(x, trellis, suh, svh, None, name, 128, 128, k, n)
+        return lambda x: ops.matmul(x, trellis, suh, svh, None, name, 128, 128, k, n)
 
     return [make(trellis) for trellis in packed]
 

@@ -72,8 +72,9 @@ def decode_weight(
 
     On a CUDA device and for float16 and bfloat16, weights are within `cuda.decode.TOLERANCE` of the exact ones, the
     same in every run and for every choice of rows; nothing waits for the device, and no memory is used beside the
-    result. The values of scales are then not looked at: an infinite or NaN scale gives weights that are not finite,
-    and a weight too large for float16 becomes an infinity. Otherwise weights are within `torch_decoder.TOLERANCE`,
+    result, except for copies of operands whose address is no multiple of 16 bytes. The values of scales are then not
+    looked at: an infinite or NaN scale gives weights that are not finite, and a weight too large for float16 becomes an
+    infinity. Otherwise weights are within `torch_decoder.TOLERANCE`,
     and it waits and raises.
 
     Raises CodebookError, DtypeError, ShapeError, and UsageError for an unknown rotation block or dtype, tensors on

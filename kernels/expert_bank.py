@@ -36,30 +36,30 @@ class ExpertBankOperand:
     ``trellis`` is int16 (`layout.trellis_halfwords`,) and holds the tiles of all experts and projections as the
     checkpoint stores them, one after the other, none padded to the widest; ``scales`` is float16
     (`layout.scale_count`,) and holds suh and svh of each projection as (num_experts, in_p) and (num_experts, out_p);
-    ``offsets`` is int64 (3, num_experts), the first halfword of each trellis, -1 for a plain expert;
-    ``codebook_index`` is int32 (3, num_experts), the place in ``layout.codebook_names``, -1 for a plain expert. All are
-    contiguous and on one device. ``plain`` has the weights, (out_features, in_features), of the experts stored
+    both are contiguous and on one device. ``plain`` has the weights, (out_features, in_features), of the experts stored
     plain, by (projection, expert).
 
-    Raises DtypeError, ShapeError, and UsageError for tensors of several devices. No number is looked at, so that it
-    costs microseconds and works on the "meta" device. Compared by identity.
+    Two tables follow from the layout and cannot be given, so that they cannot contradict it: ``offsets``, int64
+    (3, num_experts), the first halfword of each trellis, -1 for a plain expert; and ``codebook_index``, int32
+    (3, num_experts), the place in ``layout.codebook_names``, -1 for a plain expert. They are made on the device of the
+    trellis, so make the operand before a CUDA graph is captured.
+
+    Raises DtypeError, ShapeError, and UsageError for tensors of several devices. No number of a tensor is looked at: it
+    works on the "meta" device. Compared by identity.
     """
 
     layout: ExpertBankLayout
     trellis: torch.Tensor
     scales: torch.Tensor
-    offsets: torch.Tensor
-    codebook_index: torch.Tensor
     plain: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    offsets: torch.Tensor = field(init=False)
+    codebook_index: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
-        table = (len(PROJECTIONS), layout.num_experts)
         for name, tensor, dtype, shape in (
             ("trellis", self.trellis, torch.int16, (layout.trellis_halfwords,)),
             ("scales", self.scales, torch.float16, (layout.scale_count,)),
-            ("offsets", self.offsets, torch.int64, table),
-            ("codebook_index", self.codebook_index, torch.int32, table),
         ):
             _check(name, tensor, dtype, shape)
             if not tensor.is_contiguous():
@@ -84,6 +84,9 @@ class ExpertBankOperand:
             if weight.device != self.trellis.device:
                 raise UsageError(f"{name} of expert {expert} is on another device", got=weight.device)
         object.__setattr__(self, "plain", MappingProxyType(dict(self.plain)))
+        offsets, codebook_index = layout.tables(self.trellis.device)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "codebook_index", codebook_index)
 
     @classmethod
     def from_experts(
@@ -134,10 +137,10 @@ class ExpertBankOperand:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors by a name that a torch module can register as a buffer.
 
-        They are "trellis", "scales", "offsets", "codebook_index" and, for each plain expert,
-        "plain_<projection>_<expert>". `with_tensors` takes them back.
+        They are "trellis", "scales" and, for each plain expert, "plain_<projection>_<expert>"; the tables, which follow
+        from the layout, are not among them. `with_tensors` takes them back.
         """
-        own = {name: getattr(self, name) for name in ("trellis", "scales", "offsets", "codebook_index")}
+        own = {"trellis": self.trellis, "scales": self.scales}
         return own | {f"plain_{name}_{expert}": weight for (name, expert), weight in self.plain.items()}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> ExpertBankOperand:
@@ -150,8 +153,7 @@ class ExpertBankOperand:
                 "other tensors than those of the bank", expected=sorted(self.tensors()), got=sorted(tensors)
             )
         plain = {key: tensors[f"plain_{key[0]}_{key[1]}"] for key in self.plain}
-        own = {name: tensors[name] for name in ("trellis", "scales", "offsets", "codebook_index")}
-        return ExpertBankOperand(self.layout, **own, plain=plain)
+        return ExpertBankOperand(self.layout, tensors["trellis"], tensors["scales"], plain)
 
     def to(self, device: torch.device | str) -> ExpertBankOperand:
         """Return the bank on that device; tensors that are there already are shared."""
@@ -159,8 +161,9 @@ class ExpertBankOperand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+        """Bytes of all tensors, those of the tables too."""
+        held = (*self.tensors().values(), self.offsets, self.codebook_index)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def expert_bank(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
-from espalier_format.kernels.expert_bank_layout import PROJECTIONS, BankGeometry
+from espalier_format.kernels.expert_bank_layout import ALIGNMENT, PROJECTIONS, BankGeometry
 
 # linear first: it says what to install where torch is missing.
 from espalier_format.kernels.linear import fallback_matmul  # isort: skip
@@ -31,7 +32,8 @@ def expert_bank_fallback(
     checked. Products are those of ``torch.nn.functional.linear`` in the dtype of ``x``; the activation and the sum over
     experts are computed in float32, experts in ascending order. Reads the routing on the host.
 
-    Raises UsageError for an expert that the bank does not have, and what `fallback_matmul` raises.
+    Raises UsageError for an expert that the bank does not have and for tables that point out of it, and what
+    `fallback_matmul` raises.
     """
     num_experts = offsets.shape[1]
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -44,16 +46,22 @@ def expert_bank_fallback(
 
     def project(rows: torch.Tensor, number: int, expert: int) -> torch.Tensor:
         start = starts[number][expert]
-        if start < 0:
-            return F.linear(rows, (plain or {})[PROJECTIONS[number], expert].to(rows.dtype))
-        book = geometry.codebooks[books[number][expert]]
+        weight = (plain or {}).get((PROJECTIONS[number], expert))
+        if weight is not None:
+            return F.linear(rows, weight.to(rows.dtype))
+        index = books[number][expert]
+        if not 0 <= index < len(geometry.codebooks):
+            raise UsageError("codebook_index is not that of the bank", expected=len(geometry.codebooks), got=index)
+        book = geometry.codebooks[index]
         padded_in, padded_out = geometry.padded_sizes(number)
         shape = (padded_in // TILE, padded_out // TILE, book.halfwords_per_tile)
+        if start < 0 or start % ALIGNMENT or start + math.prod(shape) > trellis.numel():
+            raise UsageError("offsets are not those of the bank", expected=f"below {trellis.numel()}", got=start)
         suh, svh = geometry.scale_offsets(number, num_experts)
         suh, svh = suh + expert * padded_in, svh + expert * padded_out
         return fallback_matmul(
             rows,
-            trellis[start : start + shape[0] * shape[1] * shape[2]].view(shape),
+            trellis[start : start + math.prod(shape)].view(shape),
             scales[suh : suh + padded_in],
             scales[svh : svh + padded_out],
             None,

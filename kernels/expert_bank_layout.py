@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,8 +20,31 @@ if TYPE_CHECKING:
 PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 """The projections of a bank, in the order of its tables."""
 
-_ALIGNMENT: Final = 64
+ALIGNMENT: Final = 64
 """Halfwords to which the trellis of an expert is aligned: 128 bytes, a cache line of a GPU."""
+
+
+def pack_trellises(sizes: Mapping[str, Sequence[int]]) -> tuple[Mapping[str, tuple[int, ...]], int]:
+    """Return where each expert's trellis begins in one buffer for all, and the length of the buffer, in halfwords.
+
+    ``sizes`` has, by projection, the halfwords of each expert's trellis, 0 for a plain one. They lie one after the
+    other in that order, each aligned to `ALIGNMENT`; a plain expert takes no room, and its place is -1. What is
+    planned and what is computed with are both packed by this function.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    position = 0
+    for name, experts in sizes.items():
+        starts = []
+        for size in experts:
+            starts.append(position if size else -1)
+            position += aligned_size(size)
+        found[name] = tuple(starts)
+    return MappingProxyType(found), position
+
+
+def aligned_size(size: int) -> int:
+    """Return the halfwords that a trellis of ``size`` halfwords takes in the buffer."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -140,28 +164,23 @@ class ExpertBankLayout:
         )
 
     @cached_property
+    def _packed(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
+        return pack_trellises(
+            {
+                name: [math.prod(projection.trellis_shape(expert)) for expert in range(self.num_experts)]
+                for name, projection in self.projections.items()
+            }
+        )
+
+    @property
     def offsets(self) -> Mapping[str, tuple[int, ...]]:
         """By projection, the first halfword of each expert's trellis, -1 for a plain one; multiples of 64."""
-        found: dict[str, tuple[int, ...]] = {}
-        position = 0
-        for name, projection in self.projections.items():
-            starts = []
-            for expert in range(self.num_experts):
-                height, width, halfwords = projection.trellis_shape(expert)
-                starts.append(position if halfwords else -1)
-                position += -(-height * width * halfwords // _ALIGNMENT) * _ALIGNMENT
-            found[name] = tuple(starts)
-        return MappingProxyType(found)
+        return self._packed[0]
 
-    @cached_property
+    @property
     def trellis_halfwords(self) -> int:
         """Length of the packed trellis."""
-        total = 0
-        for projection in self.projections.values():
-            for expert in range(self.num_experts):
-                height, width, halfwords = projection.trellis_shape(expert)
-                total += -(-height * width * halfwords // _ALIGNMENT) * _ALIGNMENT
-        return total
+        return self._packed[1]
 
     @cached_property
     def scale_offsets(self) -> Mapping[str, tuple[int, int]]:
@@ -176,10 +195,19 @@ class ExpertBankLayout:
         return self.num_experts * sum(each.padded_in + each.padded_out for each in self.projections.values())
 
     def empty_buffers(self, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Return the four buffers of `ExpertBankOperand`: tables filled in, trellis and scales zero.
+        """Return "trellis" and "scales" of `ExpertBankOperand`, all zero.
 
-        `views` gives the parts of trellis and scales to copy experts into.
+        `views` gives the parts to copy experts into.
         """
+        import torch  # noqa: PLC0415 - the layout alone needs no torch
+
+        return {
+            "trellis": torch.zeros(self.trellis_halfwords, dtype=torch.int16, device=device),
+            "scales": torch.zeros(self.scale_count, dtype=torch.float16, device=device),
+        }
+
+    def tables(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``offsets`` and ``codebook_index`` of `ExpertBankOperand`: copies of what the layout says."""
         import torch  # noqa: PLC0415 - the layout alone needs no torch
 
         index = {name: number for number, name in enumerate(self.codebook_names)}
@@ -187,12 +215,11 @@ class ExpertBankLayout:
             [-1 if book is None else index[book] for book in projection.codebooks]
             for projection in self.projections.values()
         ]
-        return {
-            "trellis": torch.zeros(self.trellis_halfwords, dtype=torch.int16, device=device),
-            "scales": torch.zeros(self.scale_count, dtype=torch.float16, device=device),
-            "offsets": torch.tensor([list(self.offsets[name]) for name in PROJECTIONS], device=device),
-            "codebook_index": torch.tensor(rows, dtype=torch.int32, device=device),
-        }
+        starts = [list(self.offsets[name]) for name in PROJECTIONS]
+        return (
+            torch.tensor(starts, dtype=torch.int64, device=device),
+            torch.tensor(rows, dtype=torch.int32, device=device),
+        )
 
     def views(
         self, buffers: Mapping[str, torch.Tensor], projection: str, expert: int
@@ -247,6 +274,16 @@ class BankGeometry:
         """Return where suh (num_experts, in_p) and svh (num_experts, out_p) of a projection begin in the scales."""
         start = num_experts * sum(sum(self.padded_sizes(before)) for before in range(projection))
         return start, start + num_experts * self.padded_sizes(projection)[0]
+
+    def trellis_bounds(self, num_experts: int) -> tuple[int, int]:
+        """Return the least and the largest length of the packed trellis if no expert is plain, in halfwords."""
+        least = largest = 0
+        for projection in range(len(PROJECTIONS)):
+            tiles = math.prod(size // TILE for size in self.padded_sizes(projection))
+            sizes = [aligned_size(tiles * book.halfwords_per_tile) for book in self.codebooks]
+            least += num_experts * min(sizes, default=0)
+            largest += num_experts * max(sizes, default=0)
+        return least, largest
 
     @staticmethod
     @lru_cache(maxsize=1024)

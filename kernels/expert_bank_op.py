@@ -6,7 +6,7 @@ from typing import Any
 
 from espalier_format.errors import DtypeError, ShapeError, UsageError
 from espalier_format.kernels.expert_bank_fallback import expert_bank_fallback
-from espalier_format.kernels.expert_bank_layout import BankGeometry
+from espalier_format.kernels.expert_bank_layout import ALIGNMENT, BankGeometry
 from espalier_format.kernels.linear import FLOATS
 
 # linear first: it says what to install where torch is missing.
@@ -57,6 +57,11 @@ def _check(
     codebook_index: torch.Tensor,
     spelling: str,
 ) -> None:
+    """Raise unless the tensors can be a bank of that spelling, as far as shapes tell.
+
+    Values are not read, as that would wait for the device: that ``offsets`` and ``codebook_index`` are those of a
+    layout is up to `ExpertBankOperand`, which makes them.
+    """
     geometry = BankGeometry.read(spelling)
     check_arguments(x, expert_ids, expert_weights, geometry.hidden)
     num_experts = offsets.shape[-1] if offsets.dim() else 0
@@ -75,6 +80,14 @@ def _check(
             )
         if tensor.device != x.device:
             raise UsageError(f"{name} must be on the device of x", expected=x.device, got=tensor.device)
+    if num_experts < 1 or not geometry.codebooks:
+        raise UsageError("the bank has no quantized expert", got=(num_experts, spelling))
+    least, largest = geometry.trellis_bounds(num_experts)
+    if trellis.numel() % ALIGNMENT or not least <= trellis.numel() <= largest:
+        raise ShapeError(
+            "the trellis does not fit the bank", expected=f"{least} to {largest}, in steps of {ALIGNMENT}",
+            got=trellis.numel(),
+        )  # fmt: skip
 
 
 def _expert_bank_cpu(

@@ -38,7 +38,7 @@ class LinearOperand:
 
     Checked when it is made, without looking at a single number, so that it costs microseconds and works on the
     "meta" device: raises DtypeError, ShapeError, and UsageError for tensors on several devices or an unknown rotation
-    block. Compared by identity.
+    block. Arguments of other types raise DtypeError where a tensor is wanted, else UsageError. Compared by identity.
     """
 
     trellis: torch.Tensor
@@ -60,6 +60,17 @@ class LinearOperand:
     """float32, float16 or bfloat16 (out_features,)."""
 
     def __post_init__(self) -> None:
+        # Here and not in `check_operand`: the operator has its arguments from torch, which checks their types.
+        _check_tensor("the trellis", self.trellis)
+        _check_tensor("suh", self.suh)
+        _check_tensor("svh", self.svh)
+        if self.bias is not None:
+            _check_tensor("the bias", self.bias)
+        _check_codebook(self.codebook)
+        _check_integer("rotation_in", self.rotation_in)
+        _check_integer("rotation_out", self.rotation_out)
+        _check_integer("in_features", self.in_features)
+        _check_integer("out_features", self.out_features)
         check_operand(
             self.trellis, self.suh, self.svh, self.bias, self.codebook, self.rotation_in, self.rotation_out,
             self.in_features, self.out_features,
@@ -157,6 +168,21 @@ def fallback_matmul(
         part = None if bias is None else bias[rows].to(x.dtype)
         result[..., rows] = F.linear(x, weight, part)
     return result
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise DtypeError(f"{name} must be a torch tensor", got=type(tensor).__name__)
+
+
+def _check_codebook(codebook: object) -> None:
+    if not isinstance(codebook, Codebook):
+        raise UsageError("the codebook must be what get_codebook returns", got=repr(codebook))
+
+
+def _check_integer(name: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise UsageError(f"{name} must be an integer", got=repr(number))
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -1,8 +1,8 @@
 """The product with a quantized weight as a torch operator: the same call on CPUs and CUDA devices.
 
 On a CUDA device and for float16 and bfloat16 a kernel decodes the weight in registers while it multiplies, up to
-`FUSED_ROWS` rows; from there on the weight is decoded to the dtype of the activations, a block of rows at a time, and
-multiplied by cuBLAS. Everything else is `linear.fallback_matmul`.
+`FUSED_ROWS` rows; above, the weight is decoded to the dtype of the activations by the kernel of `cuda.decode`, a block
+of rows at a time, and multiplied by cuBLAS. Everything else is `linear.fallback_matmul`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from espalier_format.kernels.linear import GPU_BLOCK, check_activations, check_o
 from espalier_format.kernels.numpy_decoder import row_blocks
 
 FUSED_ROWS: Final = 64
-"""The most rows for which decoding inside the product is faster than decoding first."""
+"""The most rows for which the weight is decoded inside the product: where that is faster is estimated, not measured."""
 
 
 def register(library: Any) -> None:
@@ -57,8 +57,12 @@ def matmul(
     On a CUDA device and for float16 and bfloat16 nothing waits for the device, the call can be captured in a CUDA graph
     after one that was not, and the result is the same in every run. Up to `FUSED_ROWS` rows weights are exact, rotated
     activations have the precision of float16 (whatever their magnitude), sums are float32, and a result that the dtype
-    can hold is not lost to an overflow on the way; memory beyond the result is a few partial sums. The values of scales
-    are not looked at. Otherwise as `linear.fallback_matmul`.
+    can hold is not lost to an overflow on the way; memory beyond the result is a few partial sums. With more rows,
+    weights are within `cuda.decode.TOLERANCE` of the exact ones and so rounded to the dtype of ``x`` (one beyond 65504
+    is an infinity in float16), the bias is rounded to that dtype too, the sums are those of
+    ``torch.nn.functional.linear`` in it, and memory beyond the result is that of about `GPU_BLOCK` weights, or of one
+    rotation block of rows where that is more. Either way the values of scales are not looked at. Float32, and other
+    devices: as `linear.fallback_matmul`.
 
     Raises CodebookError, DtypeError, ShapeError, and UsageError for tensors on several devices, an unknown rotation
     block or a device that is too old; DependencyError on a CUDA device without cuda-core; and what the fallback raises.
@@ -121,18 +125,20 @@ def _decode_then_multiply(
 ) -> torch.Tensor:
     """Multiply by weights that are decoded to the dtype of ``x``, about `GPU_BLOCK` of them at a time."""
     same = None if bias is None else bias.to(x.dtype)
-    result: torch.Tensor | None = None
-    for block in row_blocks(out_features, rotation_out, trellis.shape[0] * TILE, 4 * GPU_BLOCK):
+
+    def product(block: slice) -> torch.Tensor:
         weight = cuda_decode.decode_weight(
             trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, x.dtype, block.start, block.stop
         )
-        part = F.linear(x, weight, None if same is None else same[block])
-        if block == slice(0, out_features):
-            return part
-        if result is None:
-            result = x.new_empty((x.shape[0], out_features))
-        result[:, block] = part
-    return x.new_empty((x.shape[0], out_features)) if result is None else result
+        return F.linear(x, weight, None if same is None else same[block])
+
+    blocks = tuple(row_blocks(out_features, rotation_out, trellis.shape[0] * TILE, 4 * GPU_BLOCK))
+    if len(blocks) == 1:
+        return product(blocks[0])
+    result = x.new_empty((x.shape[0], out_features))
+    for block in blocks:
+        result[:, block] = product(block)
+    return result
 
 
 def _matmul_fake(

@@ -1,13 +1,13 @@
-"""The operations on packed weights as torch operators, ``torch.ops.espalier_format``: one call for every device.
+"""The operations on packed weights, also as torch operators ``torch.ops.espalier_format``: one call for every device.
 
-Importing this module registers them:
+- `decode_codes` and `decode_weight`: a module, or some of its rows
+- `matmul`, and `linear` with a `LinearOperand`: the product with a module
+- `expert_bank` with an `ExpertBankOperand`: the experts of a layer
 
-- ``decode_codes`` and ``decode_weight`` (`espalier_format.kernels.decode`)
-- ``matmul`` (`espalier_format.kernels.matmul`)
-- ``expert_bank`` (`espalier_format.kernels.expert_bank`)
-
-Each has an implementation for CPUs in plain torch, one for CUDA that launches on the current stream and waits for
-nothing, and a fake one, so that it can be traced by ``torch.compile`` and recorded in CUDA graphs. Operands are checked
+Importing this module registers the operators. Each has an implementation for CPUs in plain torch, one for CUDA that
+launches on the current stream and waits for nothing, and a fake one, so that ``torch.compile`` in its default mode can
+trace it, and the caller can record it in a CUDA graph. Not supported, and not tested, is the mode "reduce-overhead",
+with graphs of torch's own that share memory (cudagraph trees): counters are kept for each capture. Operands are checked
 before anything is launched; errors are those of `espalier_format.errors`. Needs torch; cuda-core is imported, and a
 kernel compiled, at the first call with tensors on a CUDA device: call an operation once before capturing a graph.
 """
@@ -15,7 +15,7 @@ kernel compiled, at the first call with tensors on a CUDA device: call an operat
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.errors import DependencyError
 
@@ -24,12 +24,32 @@ try:
 except ImportError as error:
     raise DependencyError("these operations need torch: pip install torch") from error
 
-from espalier_format.kernels import decode, expert_bank_op, matmul
+from espalier_format.kernels import decode as _decode
+from espalier_format.kernels import expert_bank_op as _expert_bank_op
+from espalier_format.kernels import matmul as _matmul
+from espalier_format.kernels.decode import decode_codes, decode_weight
+from espalier_format.kernels.linear import LinearOperand, linear
+from espalier_format.kernels.matmul import matmul
+
+if TYPE_CHECKING:
+    from espalier_format.kernels.expert_bank import ExpertBankOperand, expert_bank
+
+__all__ = [
+    "NAMESPACE",
+    "ExpertBankOperand",
+    "LinearOperand",
+    "decode_codes",
+    "decode_weight",
+    "expert_bank",
+    "linear",
+    "matmul",
+    "register",
+]
 
 NAMESPACE: Final = "espalier_format"
 """The operators are ``torch.ops.<NAMESPACE>.<name>``."""
 
-_MODULES: Final = (decode, matmul, expert_bank_op)
+_MODULES: Final = (_decode, _matmul, _expert_bank_op)
 """Each has ``register(library)``, which defines its operators and implements them for CPU, CUDA and Meta."""
 
 _lock: Final = threading.Lock()
@@ -46,6 +66,15 @@ def register() -> None:
             for module in _MODULES:
                 module.register(library)
             _kept.append(library)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what stands in a module that imports this one (PEP 562)."""
+    if name not in ("ExpertBankOperand", "expert_bank"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from espalier_format.kernels import expert_bank as home  # noqa: PLC0415 - it imports this module
+
+    return getattr(home, name)
 
 
 register()

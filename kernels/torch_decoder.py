@@ -10,10 +10,11 @@ int32, which every back end has.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import Codebook
 from espalier_format.codec.rotation import kronecker_factors, padded
@@ -169,21 +170,34 @@ def decode_weight(
     return result
 
 
-@lru_cache(maxsize=16)
+# Tables are kept for good: a captured graph may hold their addresses, and to bring one to a device waits for it. All
+# codebooks together take less than 24 MiB of each device.
+_kept: Final[dict[tuple[str, object, torch.device], torch.Tensor]] = {}
+
+
+def _keep(name: str, of: object, device: torch.device, make: Callable[[], NDArray[Any]]) -> torch.Tensor:
+    """Return the array that ``make`` makes, on a device; made once."""
+    table = _kept.get((name, of, device))
+    if table is None:
+        table = torch.from_numpy(make()).to(device)
+        # A tracer hands out tensors without numbers. Kept, they would decode all that comes after to noise.
+        if type(table) is torch.Tensor:
+            _kept[name, of, device] = table
+    return table
+
+
 def _code_table(codebook: Codebook, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(codebook.codes.copy()).to(device)
+    return _keep("codes", codebook, device, codebook.codes.copy)
 
 
-@lru_cache(maxsize=16)
 def _value_table(codebook: Codebook, device: torch.device) -> torch.Tensor:
     """Return the codes as float64: 512 KiB."""
-    return torch.from_numpy(codebook.codes.astype("float64")).to(device)
+    return _keep("values", codebook, device, lambda: codebook.codes.astype("float64"))
 
 
-@lru_cache(maxsize=16)
 def _factors(block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     between, within = kronecker_factors(block)
-    return torch.from_numpy(between.copy()).to(device), torch.from_numpy(within.copy()).to(device)
+    return _keep("between", block, device, between.copy), _keep("within", block, device, within.copy)
 
 
 def _unpack_to(trellis: torch.Tensor, states: torch.Tensor) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 
+from espalier_format.kernels.expert_bank_layout import PROJECTIONS, pack_trellises
 from espalier_format.planning.module import PlannedModule
 
 
@@ -23,8 +23,8 @@ class PlannedProjection:
     ...     for number, name in ((0, "e2m1@1"), (2, "int5@3"))
     ... )
     >>> up = PlannedProjection("up_proj", 32, 64, 32, 32, (narrow, None, wide))
-    >>> up.trellis_offsets, up.plain_experts, up.codebooks
-    ((0, 128, 128, 512), (1,), ('e2m1@1', 'int5@3'))
+    >>> up.plain_experts, up.codebooks
+    ((1,), ('e2m1@1', 'int5@3'))
     """
 
     name: str
@@ -45,15 +45,6 @@ class PlannedProjection:
         return tuple(number for number, expert in enumerate(self.experts) if expert is None)
 
     @property
-    def trellis_offsets(self) -> tuple[int, ...]:
-        """Where each expert begins, in I16 elements, if all trellises lie one after the other; E + 1 numbers.
-
-        A plain expert takes no room; the last number is the size of the whole buffer.
-        """
-        sizes = (0 if expert is None else prod(expert.trellis_shape) for expert in self.experts)
-        return tuple(accumulate(sizes, initial=0))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensors of all quantized experts."""
         return sum(expert.nbytes for expert in self.experts if expert is not None)
@@ -61,11 +52,47 @@ class PlannedProjection:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBank:
-    """All experts of one layer."""
+    """All experts of one layer.
+
+    >>> from espalier_format.codec.codebook import get_codebook
+    >>> narrow, wide = (
+    ...     PlannedModule(f"experts.{number}.up_proj", get_codebook(name), 48, 48, 0, 0)
+    ...     for number, name in ((0, "e2m1@1"), (2, "int5@3"))
+    ... )
+    >>> up = PlannedProjection("up_proj", 48, 48, 0, 0, (narrow, None, wide))
+    >>> bank = PlannedBank("experts", 3, {"up_proj": up})
+    >>> bank.trellis_offsets["up_proj"], bank.trellis_halfwords
+    ((0, -1, 192), 640)
+    """
 
     name: str
     num_experts: int
     projections: Mapping[str, PlannedProjection]
+
+    @property
+    def trellis_offsets(self) -> Mapping[str, tuple[int, ...]]:
+        """Where each expert's trellis begins in one buffer for the whole bank, in I16 elements, by projection.
+
+        The buffer is that of `espalier_format.kernels.expert_bank.ExpertBankOperand`, where a bank has its three
+        projections: first all experts of gate_proj, then of up_proj, then of down_proj. Others follow, in the order of
+        the config. Each expert begins at a multiple of 64 elements; -1 stands for a plain one, which takes no room.
+        """
+        return self._packed()[0]
+
+    @property
+    def trellis_halfwords(self) -> int:
+        """Length of that buffer, in I16 elements."""
+        return self._packed()[1]
+
+    def _packed(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
+        known = [name for name in PROJECTIONS if name in self.projections]
+        order = dict.fromkeys([*known, *self.projections])
+        return pack_trellises(
+            {
+                name: [0 if expert is None else prod(expert.trellis_shape) for expert in self.projections[name].experts]
+                for name in order
+            }
+        )
 
     @property
     def nbytes(self) -> int:

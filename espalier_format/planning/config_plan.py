@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Final
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.container.folder import CheckpointFolder
 from espalier_format.container.names import CONFIG_NAME
-from espalier_format.errors import SchemaError
+from espalier_format.errors import SchemaError, UsageError
 from espalier_format.planning.bank import PlannedBank, PlannedProjection
 from espalier_format.planning.module import PlannedModule, TensorSpec
 from espalier_format.planning.rank import Parallelism, RankPlan, plan_rank, usual_parallelism
@@ -64,7 +65,8 @@ class Plan:
         neither ("replicated").
 
         Raises:
-            UsageError: a module cannot be split so; it is named, with the reason.
+            UsageError: there is no such rank, ``parallelism`` returns something else, or a module cannot be split so:
+            it is named, with the reason.
         """
         return plan_rank(self.modules, rank, world, parallelism)
 
@@ -77,6 +79,7 @@ def plan(config: str | Path | Mapping[str, Any] | QuantizationConfig) -> Plan:
     refused by `open_checkpoint`.
 
     Raises:
+        UsageError: ``config`` is none of these.
         SourceError: the config is not that of an Espalier checkpoint.
         MissingFileError: the folder has no config.json.
         FormatVersionError, FeatureError, SchemaError, CodebookError, PathError, MalformedError, LimitError: the config
@@ -130,11 +133,18 @@ def _projection(bank: str, name: str, spec: Projection) -> PlannedProjection:
     return PlannedProjection(name, inputs, outputs, *rotation, experts)
 
 
+def _check_path(config: object) -> None:
+    if not isinstance(config, str | os.PathLike) or isinstance(os.fspath(config), bytes):
+        text = "plan takes the folder of a checkpoint, or a config as an object"
+        raise UsageError(text, expected="str, Path or a mapping", got=type(config).__name__)
+
+
 def _checked(config: str | Path | Mapping[str, Any] | QuantizationConfig) -> QuantizationConfig:
     if isinstance(config, QuantizationConfig):
         return config
     path: Path | None = None
     if not isinstance(config, Mapping):
+        _check_path(config)
         folder = CheckpointFolder.open(Path(config))
         path = folder.root / CONFIG_NAME
         config = folder.read_json_object(CONFIG_NAME)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from espalier_format.errors import UsageError
 from espalier_format.planning.module import ITEM_BYTES, PlannedModule, TensorSpec
@@ -15,6 +15,7 @@ from espalier_format.runtimes.tensor_parallel import ModuleSlice
 Parallelism = Literal["column", "row", "replicated"]
 """Whether the outputs of a module are split over the ranks, its inputs, or neither."""
 
+_KINDS: Final[tuple[str, ...]] = get_args(Parallelism)
 _COLUMN: Final = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"})
 _ROW: Final = frozenset({"o_proj", "down_proj"})
 
@@ -69,18 +70,36 @@ def plan_rank(
     modules: Mapping[str, PlannedModule], rank: int, world: int, parallelism: Callable[[str], Parallelism]
 ) -> RankPlan:
     """Slice every module; see `Plan.rank`."""
-    if world < 1 or not 0 <= rank < world:
+    _check_integer("the rank", rank)
+    _check_integer("the number of ranks", world)
+    if world < 1:
+        raise UsageError("the number of ranks must be positive", got=world)
+    if not 0 <= rank < world:
         raise UsageError("no such rank", expected=f"0 to {world - 1}", got=rank)
+    if not callable(parallelism):
+        raise UsageError("parallelism must be a callable", got=type(parallelism).__name__)
     slices: dict[tuple[object, ...], ModuleSlice] = {}
     held: dict[str, RankModule] = {}
     for name, module in modules.items():
         kind = parallelism(name)
+        _check_kind(name, kind)
         # Experts differ in their widths only.
         key = (kind, module.in_features, module.out_features, module.rotation_in, module.rotation_out)
         if key not in slices:
             slices[key] = _slice(module, kind, rank, world)
         held[name] = RankModule(module, slices[key])
     return RankPlan(rank, world, MappingProxyType(held))
+
+
+def _check_integer(name: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise UsageError(f"{name} must be an integer", got=repr(number))
+
+
+def _check_kind(name: str, kind: object) -> None:
+    # A slip, or a function that returns nothing, must not mean "replicated".
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise UsageError("no such parallelism", tensor=name, expected=" or ".join(_KINDS), got=repr(kind))
 
 
 def _slice(module: PlannedModule, kind: Parallelism, rank: int, world: int) -> ModuleSlice:

@@ -63,6 +63,10 @@ struct Shared {
     int groups, leavers, totals[MOST / 32];
 };
 
+// The host asks for this much (kernels/cuda/expert_bank.py), and launches no more assignments than this.
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for too little shared memory");
+static_assert(MOST == ASSIGNMENTS, "the host takes another number of assignments for the most");
+
 extern __shared__ __align__(1024) unsigned char dynamic[];
 
 // Tables lie at fixed addresses of shared memory, from 1024 to FIRST_FREE; what the driver takes ends before.

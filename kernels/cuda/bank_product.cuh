@@ -72,7 +72,10 @@ __device__ __forceinline__ void any_product(int book, const Matrix matrix, int b
     case NUMBER:                                                               \
         product<Book<__VA_ARGS__>>(matrix, block, first, size, count);         \
         break;
-    switch (book) { BOOKS }
+    switch (book) {
+        BOOKS
+        default: __trap();  // no such codebook: the sums would be what the memory held before
+    }
 #undef BOOK
 }
 

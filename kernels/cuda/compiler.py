@@ -12,12 +12,14 @@ import json
 import os
 import re
 import stat
+import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from espalier_format.errors import DependencyError, UsageError
@@ -45,8 +47,11 @@ class Variant(NamedTuple):
 
 _UNUSED_VARIABLE: Final = 177
 """The warning that is not given: a kernel need not use all constants of the headers it shares."""
+_OPTIONS: Final = MappingProxyType({"std": "c++17", "diag_suppress": _UNUSED_VARIABLE})
+"""What every kernel is compiled with."""
 
 _CACHE_BYTES: Final = 256 << 20
+_import_lock: Final = threading.Lock()
 _INCLUDE: Final = re.compile(r'^#include "([\w.]+)"[^\n]*$', re.MULTILINE)
 _GENERATED: Final = "grids.cuh"
 """Included like a file, made from the specification's grids.json."""
@@ -69,22 +74,25 @@ def kernel_source(name: str) -> str:
     return expand(f"{name}.cu")
 
 
-def compile_cubin(name: str, macros: Mapping[str, int | str], architecture: str) -> bytes:
+def compile_cubin(name: str, macros: Mapping[str, int | str], architecture: str, *, anew: bool = False) -> bytes:
     """Compile ``<name>.cu`` with these macros for an architecture such as "sm_90", and return the cubin.
 
-    The result is kept on disk, in a folder of the user's own, and found there by later calls and processes: the
-    key covers the text, the macros, the architecture and the versions of the compiler. A folder that others may write
-    to, or that cannot be written, is not used. Safe to call from several threads and processes.
+    The result is kept on disk, in a folder of the user's own, and found there by later calls and processes: the key
+    covers the text, the macros, the options, the architecture and the versions of this package and of the compiler. A
+    folder that others may write to or replace, or that cannot be written, is not used. With ``anew`` what is kept is
+    not looked at but replaced. Safe to call from several threads and processes.
 
     Raises DependencyError where cuda-core or NVRTC is not installed, and UsageError, with the compiler's words, when
     the kernel does not compile.
     """
     source = kernel_source(name)
-    key = _cache_key(source, macros, architecture)
+    key = _cache_key(source, name, macros, architecture)
     kept = _open_cache()
     if kept is not None:
         with suppress(KeyError, OSError):
-            return bytes(kept[key])
+            if not anew:
+                return bytes(kept[key])
+            del kept[key]
     cubin, _ = compile_text(source, name, macros, architecture)
     if kept is not None:
         with suppress(OSError):
@@ -113,7 +121,8 @@ def compile_text(source: str, name: str, macros: Mapping[str, int | str], archit
 def cuda_core() -> Any:
     """Return the module ``cuda.core``; raise DependencyError where it is not installed."""
     try:
-        with warnings.catch_warnings():
+        # One thread at a time: another one would find a module that is half made, and filters of warnings are of all.
+        with _import_lock, warnings.catch_warnings():
             # cuda-core warns about a driver or bindings that are older than it; they are good enough for what is used.
             warnings.simplefilter("ignore")
             import cuda.core  # noqa: PLC0415 - an optional dependency
@@ -124,22 +133,21 @@ def cuda_core() -> Any:
 
 def _options(core: Any, name: str, macros: Mapping[str, int | str], architecture: str) -> ProgramOptions:
     pairs = [(macro, str(value)) for macro, value in sorted(macros.items())]
-    options: ProgramOptions = core.ProgramOptions(
-        name=name, arch=architecture, std="c++17", define_macro=pairs or None, diag_suppress=_UNUSED_VARIABLE
-    )
+    options: ProgramOptions = core.ProgramOptions(name=name, arch=architecture, define_macro=pairs or None, **_OPTIONS)
     return options
 
 
-def _cache_key(source: str, macros: Mapping[str, int | str], architecture: str) -> bytes:
-    parts = [source, sorted((macro, str(value)) for macro, value in macros.items()), architecture, *_versions()]
+def _cache_key(source: str, name: str, macros: Mapping[str, int | str], architecture: str) -> bytes:
+    defined = sorted((macro, str(value)) for macro, value in macros.items())
+    parts = [source, name, defined, sorted(_OPTIONS.items()), architecture, *_versions()]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Name the compiler, from the metadata of its package: to load it and ask would take a tenth of a second."""
+    """Name this package and the compiler, from metadata: to load NVRTC and ask would take a tenth of a second."""
     found = []
-    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "cuda-core"):
+    for package in ("espalier-format", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "cuda-core"):
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{package} {metadata.version(package)}")
     if not any("nvrtc" in name for name in found):
@@ -160,13 +168,28 @@ def _open_cache() -> FileStreamProgramCache | None:
     from cuda.core.utils import FileStreamProgramCache  # noqa: PLC0415 - as above
 
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
-        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        folder = folder.resolve()  # what is checked is what is used, wherever links lead later
+        for made in (*reversed(folder.parents), folder):
+            made.mkdir(exist_ok=True, mode=0o700)
+        if not _is_private(folder):
             return None  # code from a folder that others can write to would be theirs
         return FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES)
     except OSError:
         return None
+
+
+def _is_private(folder: Path) -> bool:
+    """Tell whether nobody else, root aside, can write to a folder, or put another one in its place."""
+    status = folder.stat()
+    others = stat.S_IWGRP | stat.S_IWOTH
+    if status.st_uid != os.getuid() or status.st_mode & others:
+        return False
+    above = [parent.stat() for parent in folder.parents]
+    # In a sticky folder, such as /tmp, only the owner of what is in it may rename it.
+    return all(
+        parent.st_uid in (0, os.getuid()) and (not parent.st_mode & others or parent.st_mode & stat.S_ISVTX)
+        for parent in above
+    )
 
 
 @cache

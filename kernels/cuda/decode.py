@@ -86,7 +86,8 @@ def decode_codes(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
         return codes
     device = trellis.get_device()
     grid = (-(-out_tiles // _CODE_TILES), -(-in_tiles // _CODE_TILES), 1)
-    arguments = (aligned(trellis).data_ptr(), codes.data_ptr(), np.int32(in_tiles), np.int32(out_tiles))
+    trellis = aligned(trellis)  # a copy has to live until the launch: only then is its memory safe to give away
+    arguments = (trellis.data_ptr(), codes.data_ptr(), np.int32(in_tiles), np.int32(out_tiles))
     launch(_codes_kernel(codebook, device), device, grid, _THREADS, 0, *arguments)
     return codes
 
@@ -110,15 +111,17 @@ def decode_weight(
     device = trellis.get_device()
     chosen = _specialisation(codebook, rotation_in, rotation_out, dtype == torch.bfloat16, device)
     blocks = -(-in_features // _BLOCK) * (-(-stop // _BLOCK) - start // _BLOCK)
+    # Copies have to live until the launch: memory that is free before would be given to the next of them.
+    trellis, suh, svh = aligned(trellis), aligned(suh), aligned(svh)
     launch(
         chosen.kernel,
         device,
         (min(blocks, chosen.resident_blocks), 1, 1),
         _THREADS,
         chosen.shared_bytes,
-        aligned(trellis).data_ptr(),
-        aligned(suh).data_ptr(),
-        aligned(svh).data_ptr(),
+        trellis.data_ptr(),
+        suh.data_ptr(),
+        svh.data_ptr(),
         weight.data_ptr(),
         np.int32(trellis.shape[0]),
         np.int32(trellis.shape[1]),

@@ -3,7 +3,8 @@
 // Macros (kernels/cuda/expert_bank.py): HIDDEN, INTERMEDIATE (true sizes), IN_GATE ... OUT_DOWN (rotation blocks),
 // BOOKS (a list BOOK(0, ...) BOOK(1, ...) of the codebooks that occur), BOOK_HALF_STEPS (a list of numbers), TABLES (a
 // list of the tables they look numbers up in), FIRST_FREE (shared memory below is for tables), BFLOAT (x and y are
-// bfloat16), THREADS (of a thread block), TEAM_WARPS, SLICE (inputs of a task at most).
+// bfloat16), THREADS (of a thread block), TEAM_WARPS, SLICE (inputs of a task at most), SHARED_BYTES (for what lies
+// behind the tables), ASSIGNMENTS (of tokens to experts at most).
 //
 // A thread block is several teams of warps, which share the tables of the codebooks and nothing else: while one waits
 // for memory or for another team, the others compute. The work is a list of tasks; teams take them in order, by ticket:

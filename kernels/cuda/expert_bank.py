@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from espalier_format.errors import UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import load_kernel
-from espalier_format.kernels.cuda.operands import aligned
+from espalier_format.kernels.cuda.operands import aligned, check_aligned
 from espalier_format.kernels.cuda.workspace import arrival_counters
 from espalier_format.kernels.expert_bank_layout import BankGeometry
 
@@ -25,6 +25,9 @@ THREADS: Final = 512
 
 _MOST: Final = 512
 """Assignments of tokens to experts that one launch can take."""
+
+_MOST_EXPERTS: Final = 32767
+"""Experts of a bank: keys that assignments are sorted by, expert * 2^16 + assignment, must fit into an int."""
 
 TEAM_WARPS: Final = 4
 """Warps that work on a task together."""
@@ -114,10 +117,13 @@ def _plan(geometry: BankGeometry, bfloat: bool, form: _Form) -> Plan:
         "THREADS": THREADS,
         "TEAM_WARPS": TEAM_WARPS,
         "SLICE": form.slice,
+        "ASSIGNMENTS": _MOST,
     }
     team = _TOKENS * (2 * form.slice + 16) + TEAM_WARPS // _PARTS * _TOKENS * _ROW_BYTES
     team += 4 * _TOKENS * (form.slice // chunk) + 2 * 13 * 4 + 8
     shared = THREADS // 32 // TEAM_WARPS * team + _MOST * (4 + 4 + 2 + 2 + 12 + 3) + 4 + 8 + _MOST // 8
+    # The device code asserts that its struct Shared, which this adds up, is no larger.
+    macros["SHARED_BYTES"] = shared
     return Plan(macros, first_free + shared, tuple(numbers))
 
 
@@ -168,7 +174,9 @@ class _Specialisation(NamedTuple):
     slice: int
 
 
-@lru_cache(maxsize=256)
+# Without limit: captured CUDA graphs hold the address of ``numbers``, which must live as long as they may be replayed.
+# There is one entry for each kind of layer of the models in a process, of a few hundred bytes.
+@cache
 def _specialisation(spelling: str, bfloat: bool, device: int) -> _Specialisation:
     properties: Any = torch.cuda.get_device_properties(device)  # not annotated in full
     chosen = plan(BankGeometry.read(spelling), bfloat, properties.shared_memory_per_block_optin)
@@ -228,14 +236,18 @@ def launch_expert_bank(
     offsets: torch.Tensor,
     codebook_index: torch.Tensor,
     spelling: str,
-    force: Cut | None = None,
 ) -> torch.Tensor:
     """Compute the result of checked operands; see `espalier_format.kernels.expert_bank.expert_bank`.
 
     ``x`` is float16 or bfloat16. One launch for up to 512 assignments of tokens to experts, several for more. Raises
-    DependencyError and UsageError as `loading.load_kernel`, and UsageError for more than 512 experts of a token.
+    DependencyError and UsageError as `loading.load_kernel`, and UsageError for more than 512 experts of a token, for
+    more than 32,767 of the bank, and for a trellis or scales that are not aligned to 16 bytes.
     """
     tokens, top_k = expert_ids.shape
+    if offsets.shape[1] > _MOST_EXPERTS:
+        raise UsageError("too many experts of one bank", expected=f"at most {_MOST_EXPERTS}", got=offsets.shape[1])
+    check_aligned("the trellis", trellis)
+    check_aligned("scales", scales)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens == 0 or top_k == 0:
         return result.zero_()
@@ -247,7 +259,7 @@ def launch_expert_bank(
         rows = slice(start, start + at_once)
         _launch_once(
             result[rows], aligned(x[rows]), expert_ids[rows], expert_weights[rows], trellis, scales, offsets,
-            codebook_index, spelling, force,
+            codebook_index, spelling,
         )  # fmt: skip
     return result
 
@@ -262,14 +274,13 @@ def _launch_once(
     offsets: torch.Tensor,
     codebook_index: torch.Tensor,
     spelling: str,
-    force: Cut | None,
 ) -> None:
     device = x.get_device()
     chosen = _specialisation(spelling, x.dtype == torch.bfloat16, device)
     geometry = BankGeometry.read(spelling)
     (tokens, top_k), num_experts = expert_ids.shape, offsets.shape[1]
     teams = chosen.multiprocessors * (THREADS // 32 // TEAM_WARPS)
-    work = force or cut(geometry, num_experts, tokens * top_k, chosen.slice, teams)
+    work = cut(geometry, num_experts, tokens * top_k, chosen.slice, teams)
     a_row, b_row = (-(-size // 256) * 256 for size in (max(geometry.padded_sizes(0)[1], geometry.padded_sizes(1)[1]),
                                                        geometry.padded_sizes(2)[1]))  # fmt: skip
     a_size = 2 * work.a_slices * a_row

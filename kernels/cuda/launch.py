@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -24,17 +24,15 @@ def launch(
     block: int,
     shared_bytes: int,
     *arguments: Any,
-    cluster: int = 0,
     overlap: bool = False,
 ) -> None:
     """Launch a kernel on the current stream of a device, without waiting for anything.
 
     ``grid`` counts thread blocks, ``block`` the threads of each (in one dimension); ``shared_bytes`` is dynamic
     shared memory and may exceed 48 KiB. Of the arguments, a plain int is a pointer; a scalar is a numpy or ctypes
-    scalar of the parameter's type. ``cluster`` is the number of blocks of a cluster along x, 0 for none; ``grid``
-    counts blocks all the same. With ``overlap`` the kernel may start before the one before it in the stream has ended,
-    and waits itself before it reads or writes (``griddepcontrol.wait``; compute capability 9.0). Safe from any thread,
-    and while the stream is being captured if `loading.load_kernel` came before.
+    scalar of the parameter's type. With ``overlap`` the kernel may start before the one before it in the stream has
+    ended, and waits itself before it reads or writes (``griddepcontrol.wait``; compute capability 9.0). Safe from any
+    thread, and while the stream is being captured if `loading.load_kernel` came before.
 
     Raises UsageError when the device has too little shared memory. An error of a kernel that ran shows later, at
     the next synchronisation, as with every CUDA operation.
@@ -43,9 +41,9 @@ def launch(
         _grant_shared_memory(kernel, shared_bytes, device_index)
     if device_index != torch.cuda.current_device():
         with torch.cuda.device(device_index):
-            _launch(kernel, device_index, _config(grid, block, shared_bytes, cluster, overlap), arguments)
+            _launch(kernel, device_index, _config(grid, block, shared_bytes, overlap), arguments)
     else:
-        _launch(kernel, device_index, _config(grid, block, shared_bytes, cluster, overlap), arguments)
+        _launch(kernel, device_index, _config(grid, block, shared_bytes, overlap), arguments)
 
 
 def _launch(kernel: Kernel, device_index: int, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
@@ -78,24 +76,26 @@ def _stream(handle: int) -> Stream:
 
 
 @lru_cache(maxsize=4096)
-def _config(grid: tuple[int, int, int], block: int, shared_bytes: int, cluster: int, overlap: bool) -> LaunchConfig:
+def _config(grid: tuple[int, int, int], block: int, shared_bytes: int, overlap: bool) -> LaunchConfig:
     core = cuda_core()
     options: dict[str, Any] = {}
-    if cluster:
-        grid = (grid[0] // cluster, *grid[1:])  # cuda-core counts clusters
-        options["cluster"] = cluster
     if overlap and hasattr(core.LaunchConfig, "programmatic_stream_serialization"):
         options["programmatic_stream_serialization"] = True
     config: LaunchConfig = core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes, **options)
     return config
 
 
-_granted: dict[tuple[int, int], int] = {}
+_granted: Final[dict[tuple[int, int], int]] = {}
+_grant_lock: Final = threading.Lock()
 
 
 def _grant_shared_memory(kernel: Kernel, size: int, device_index: int) -> None:
-    """Ask for shared memory once for each kernel, device and larger size."""
+    """Ask for shared memory once for each kernel, device and larger size; what is granted never gets less."""
     key = (id(kernel), device_index)  # kernels live as long as the process (loading.load_kernel)
-    if _granted.get(key, 0) < size:
-        allow_shared_memory(kernel, size, device_index)
-        _granted[key] = size
+    if _granted.get(key, 0) >= size:
+        return
+    # The driver keeps the size that was set last: of two threads, the one that needs less must not come second.
+    with _grant_lock:
+        if _granted.get(key, 0) < size:
+            allow_shared_memory(kernel, size, device_index)
+            _granted[key] = size

@@ -28,7 +28,8 @@ def load_kernel(name: str, symbol: str, macros: Mapping[str, int | str], device_
     stream is being captured; loading itself during a capture works too. Safe to call from several threads: each kernel
     is loaded once.
 
-    Raises DependencyError where cuda-core is missing, and UsageError for a device that is too old.
+    A damaged copy on disk is replaced. Raises DependencyError where cuda-core is missing, and UsageError for a device
+    that is too old and for code that the driver refuses.
     """
     return _load(name, symbol, tuple(sorted(macros.items())), device_index)
 
@@ -61,9 +62,27 @@ def _load_once(name: str, symbol: str, macros: tuple[tuple[str, int | str], ...]
     core = cuda_core()
     code = compile_cubin(name, dict(macros), architecture(device_index))
     with _relaxed_capture(), _on_device(device_index):
-        kernel: Kernel = core.ObjectCode.from_cubin(code, name=name).get_kernel(symbol)
-        _load_eagerly(kernel)
+        try:
+            return _load_code(core, code, name, symbol)
+        except Exception as error:  # cuda-core has its own errors
+            # What was kept on disk may be damaged. If it is not, or was not from there, the result is the same.
+            again = compile_cubin(name, dict(macros), architecture(device_index), anew=True)
+            if again == code:
+                raise _refused(name, error) from error
+        try:
+            return _load_code(core, again, name, symbol)
+        except Exception as error:
+            raise _refused(name, error) from error
+
+
+def _load_code(core: Any, code: bytes, name: str, symbol: str) -> Kernel:
+    kernel: Kernel = core.ObjectCode.from_cubin(code, name=name).get_kernel(symbol)
+    _load_eagerly(kernel)
     return kernel
+
+
+def _refused(name: str, error: Exception) -> UsageError:
+    return UsageError(f"{name}.cu cannot be loaded: {error}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import load_kernel
 from espalier_format.kernels.cuda.macros import codebook_macros
-from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, Plan, make_plan
+from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, make_plan
 from espalier_format.kernels.cuda.workspace import arrival_counters
 
 if TYPE_CHECKING:
@@ -45,19 +45,17 @@ def launch_matmul(
     rotation_out: int,
     in_features: int,
     out_features: int,
-    plan: Plan | None = None,
 ) -> None:
     """Write the product with 1 to `Device.max_rows` rows to ``y``; the operands have been checked.
 
     ``x`` is float16 or bfloat16 (rows, in_features), rows of any stride; ``y`` of its dtype, (rows, out_features),
-    contiguous. ``plan`` is for measurements.
+    contiguous.
     """
     index = x.get_device()
     rows = x.shape[0]
     k_tiles, n_tiles, _ = trellis.shape
     device = device_limits(index)
-    if plan is None:
-        plan = make_plan(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
+    plan = make_plan(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
     kernel, rotate_inputs, overlap = _kernels(codebook, plan.groups, rows == 1, plan.tiles, device.aligned_table, index)
     x_stride = x.stride(0)
     is_bfloat = int(x.dtype == torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,6 +10,7 @@ from typing import Final, NamedTuple
 
 from espalier_format.codec.codebook import Codebook
 from espalier_format.codec.tile import TILE
+from espalier_format.errors import UsageError
 
 _TABLE: Final = 65536
 _RESERVED: Final = 1024
@@ -88,16 +90,23 @@ class _Room(NamedTuple):
 def make_plan(
     codebook: Codebook, rotation_in: int, rotation_out: int, k_tiles: int, n_tiles: int, rows: int, device: Device
 ) -> Plan:
-    """Choose how a product of 1 to ``device.max_rows`` rows is cut up; the same arguments give the same plan."""
-    return min(
-        candidates(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device), key=lambda plan: plan.clocks
-    )
+    """Choose how a product of 1 to ``device.max_rows`` rows is cut up; the same arguments give the same plan.
+
+    Raises UsageError for a weight that is too large for the kernel's 32-bit arithmetic in every plan.
+    """
+    possible = candidates(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
+    best = min(possible, key=lambda plan: plan.clocks, default=None)
+    if best is None:
+        raise UsageError(
+            "the weight is too large to be multiplied by one kernel", got=f"{n_tiles * TILE} x {k_tiles * TILE}"
+        )
+    return best
 
 
 def candidates(
     codebook: Codebook, rotation_in: int, rotation_out: int, k_tiles: int, n_tiles: int, rows: int, device: Device
 ) -> Iterator[Plan]:
-    """Yield the plans that are possible."""
+    """Yield the plans that are possible: all numbers of the kernel's ``Cut`` fit 32 bits."""
     groups = next(groups for groups in (1, 2, 4, 8) if 8 * groups >= rows)
     width = max(128, rotation_out)
     blocks = -(-n_tiles * TILE // width)
@@ -112,12 +121,14 @@ def candidates(
             units = -(-k_tiles // unit_tiles)
             if ranks > 1 and units != ranks:
                 continue
+            thread_blocks, contributions = _divide(blocks, units, ranks, device.multiprocessors)
+            if (blocks * units + 1) * thread_blocks >= 1 << 32:
+                continue
             inputs = unit_tiles if ranks > 1 else -(-k_tiles // 4) * 4
             buffers = WARPS // (width // (TILE * tiles))
             while buffers > 1 and buffers * rows * (width + 4) * 4 > _SUMS_BYTES:
                 buffers //= 2
             room = _room(rows, inputs, unit, buffers * rows * (width + 4) * 4, codebook.is_grid, device)
-            thread_blocks, contributions = _divide(blocks, units, ranks, device.multiprocessors)
             plan = Plan(
                 rows=rows, groups=groups, tiles=tiles, column_groups=width // (TILE * tiles),
                 buffers=buffers, ranks=ranks, thread_blocks=thread_blocks, blocks=blocks, units=units,
@@ -138,8 +149,16 @@ def _divide(blocks: int, units: int, ranks: int, multiprocessors: int) -> tuple[
     thread_blocks = min(multiprocessors, items)
     if units == 1 or (items % thread_blocks == 0 and items // thread_blocks % units == 0):
         return thread_blocks, 1
-    owners = [((item + 1) * thread_blocks - 1) // items for item in range(items)]
-    return thread_blocks, max(owners[start + units - 1] - owners[start] + 1 for start in range(0, items, units))
+    # The owner of an item is ((item + 1) * thread_blocks - 1) // items. With x = block * units * thread_blocks modulo
+    # items, a block has (x + units * thread_blocks - 1) // items - (x + thread_blocks - 1) // items + 1 owners. x takes
+    # on every multiple of the step below items. The first quotient never falls with x, and the second is 0 or 1: the
+    # most are where x is the largest of all, or the largest for which the second is 0.
+    step = units * math.gcd(blocks, thread_blocks)
+    last = items - step
+    places = (last, min(last, (items - thread_blocks) // step * step))
+    return thread_blocks, max(
+        (x + units * thread_blocks - 1) // items - (x + thread_blocks - 1) // items + 1 for x in places
+    )
 
 
 def _room(rows: int, inputs_tiles: int, unit: int, sums_bytes: int, is_grid: bool, device: Device) -> _Room:

@@ -40,3 +40,11 @@ def check_rows(start: int, stop: int | None, out_features: int) -> int:
 def aligned(trellis: torch.Tensor) -> torch.Tensor:
     """Return the trellis at an address that kernels can read: itself, or a copy of a view at an odd place."""
     return trellis.clone() if trellis.data_ptr() % ALIGNMENT else trellis
+
+
+def check_aligned(name: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError unless kernels can read a tensor where it lies: for one that is too large to be copied."""
+    if tensor.data_ptr() % ALIGNMENT:
+        raise UsageError(
+            f"{name} must begin at a multiple of {ALIGNMENT} bytes", expected=0, got=tensor.data_ptr() % ALIGNMENT
+        )

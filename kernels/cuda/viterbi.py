@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from espalier_format.codec.codebook import CODEBOOKS, STATES
 from espalier_format.codec.tile import RING
 from espalier_format.encoder.branch_cost import BranchCost, branch_cost
+from espalier_format.errors import DtypeError, ShapeError, UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import load_kernel
@@ -30,6 +31,7 @@ LARGEST_SHARED_BYTES: Final = 220 << 10
 
 _SEARCHERS: Final = 512
 _WARP: Final = 32
+_FEWEST_PASSES: Final = 2
 _SETS: Final = 2
 _MOST_LEVELS: Final = 64
 _LEVELS_OF_TWO_STEPS: Final = 16
@@ -133,7 +135,7 @@ def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: i
     if not len(targets):
         return np.empty(targets.shape, np.uint16)
     device = torch.device("cuda", torch.cuda.current_device())
-    found = search_on_device(torch.from_numpy(targets).to(device), cost, passes)
+    found = search_on_device(torch.from_numpy(np.ascontiguousarray(targets)).to(device), cost, passes)
     states: NDArray[np.uint16] = found.cpu().numpy().view(np.uint16)
     return states
 
@@ -145,9 +147,10 @@ def search_on_device(targets: torch.Tensor, cost: BranchCost, passes: int) -> to
     shape and dtype and holds the 16 bits of every state. ``passes`` is at least 2. The states are those of
     `numpy_backend`.
 
-    Raises DependencyError without cuda-core, and UsageError for a device that is too old or has too little shared
-    memory for the width.
+    Raises DtypeError, ShapeError, UsageError for fewer passes, another device than CUDA, or one that is too old or has
+    too little shared memory for the width, and DependencyError without cuda-core. Values are not looked at.
     """
+    _check(targets, passes)
     states = torch.empty_like(targets)
     rings = len(targets)
     if not rings:
@@ -178,7 +181,23 @@ def search_on_device(targets: torch.Tensor, cost: BranchCost, passes: int) -> to
     return states
 
 
-@lru_cache(maxsize=128)
+def _check(targets: torch.Tensor, passes: int) -> None:
+    """Raise unless the kernel can read the targets: it knows neither their dtype nor their shape."""
+    if targets.dtype != torch.int16:
+        raise DtypeError("targets must be fixed-point numbers", expected="int16", got=targets.dtype)
+    if targets.dim() != 2 or targets.shape[1] != RING:
+        raise ShapeError("targets must be rings", expected=f"(n, {RING})", got=tuple(targets.shape))
+    if not targets.is_contiguous():
+        raise ShapeError("targets must be contiguous", got=f"strides {tuple(targets.stride())}")
+    if passes < _FEWEST_PASSES:
+        raise UsageError("too few passes", expected=f"at least {_FEWEST_PASSES}", got=passes)
+    if targets.device.type != "cuda":
+        raise UsageError("targets must be on a CUDA device", expected="cuda", got=targets.device)
+
+
+# Without a limit, as for kernels: a captured graph holds addresses of these tables, so that none may ever be freed.
+# There are no more of them than codebooks, of at most 256 KiB on each device.
+@cache
 def _prepared(cost: BranchCost, device: int) -> tuple[SearchForm, Kernel, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the kernel for branch costs, and their codes on the device: of all states, as levels, and of levels."""
     form = SearchForm.of(cost)

@@ -198,7 +198,6 @@ def test_arguments_are_checked(bank: Bank, change: Callable[..., Any], error: ty
         (lambda o: replace(o, trellis=o.trellis.int()), DtypeError),
         (lambda o: replace(o, scales=o.scales.float()), DtypeError),
         (lambda o: replace(o, scales=o.scales.to("meta")), UsageError),
-        (lambda o: replace(o, offsets=o.offsets.T.contiguous()), ShapeError),
         (lambda o: replace(o, scales=o.scales.repeat_interleave(2)[::2]), ShapeError),
         (lambda o: replace(o, plain={}), UsageError),
         (lambda o: replace(o, plain={key: value.T for key, value in o.plain.items()}), ShapeError),
@@ -209,6 +208,81 @@ def test_arguments_are_checked(bank: Bank, change: Callable[..., Any], error: ty
 def test_operands_are_checked(bank: Bank, change: Callable[..., Any], error: type[EspalierError]) -> None:
     with pytest.raises(error):
         change(bank.operand)
+
+
+def test_an_operand_makes_its_tables_itself(bank: Bank) -> None:
+    """They are those of the layout, and nobody can give others."""
+    operand, layout = bank.operand, bank.operand.layout
+    assert operand.offsets.tolist() == [list(layout.offsets[name]) for name in PROJECTIONS]
+    index = {name: number for number, name in enumerate(layout.codebook_names)} | {None: -1}
+    assert operand.codebook_index.tolist() == [[index[book] for book in BOOKS[name]] for name in PROJECTIONS]
+    assert (operand.offsets.dtype, operand.codebook_index.dtype) == (torch.int64, torch.int32)
+    given: dict[str, Any] = {"trellis": operand.trellis, "scales": operand.scales, "plain": operand.plain}
+    for name in ("offsets", "codebook_index"):
+        with pytest.raises(TypeError):
+            ExpertBankOperand(layout, **given, **{name: getattr(operand, name)})
+        assert name not in operand.tensors()
+        with pytest.raises(UsageError):
+            operand.with_tensors({**operand.tensors(), name: getattr(operand, name)})
+    assert operand.to("meta").offsets.device.type == "meta"
+
+
+@pytest.fixture(scope="module")
+def quantized(random_module: Callable[..., Any]) -> Bank:
+    """Without plain experts, which the operator itself does not take."""
+    return Bank(random_module, {name: [book or "int5@3" for book in BOOKS[name]] for name in PROJECTIONS})
+
+
+def _raw(bank: Bank, **changes: Any) -> Any:
+    operand = bank.operand
+    named = {name: getattr(operand, name) for name in ("trellis", "scales", "offsets", "codebook_index")}
+    arguments = {**named, "spelling": operand.layout.spelling, **changes}
+    return torch.ops.espalier_format.expert_bank(*_arguments(), *arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda o: {"trellis": o.trellis[1:]}, ShapeError),
+        (lambda o: {"trellis": o.trellis[:64].clone()}, ShapeError),
+        (lambda o: {"trellis": o.trellis.repeat(64)}, ShapeError),
+        (lambda o: {"trellis": o.trellis.repeat_interleave(2)[::2]}, ShapeError),
+        (lambda o: {"trellis": o.trellis.int()}, DtypeError),
+        (lambda o: {"scales": o.scales[1:]}, ShapeError),
+        (lambda o: {"offsets": o.offsets.int()}, DtypeError),
+        (lambda o: {"offsets": o.offsets[:, 1:].contiguous()}, ShapeError),
+        (lambda o: {"offsets": o.offsets[:, :0], "codebook_index": o.codebook_index[:, :0]}, EspalierError),
+        (lambda o: {"codebook_index": o.codebook_index.long()}, DtypeError),
+        (lambda o: {"codebook_index": o.codebook_index.T.contiguous().T}, ShapeError),
+        (lambda o: {"spelling": o.layout.spelling.partition(";")[0] + ";"}, UsageError),
+        # Values, which are looked at where that does not wait for a device.
+        (lambda o: {"offsets": o.offsets + 1}, UsageError),
+        (lambda o: {"offsets": torch.full_like(o.offsets, -1)}, UsageError),
+        (lambda o: {"offsets": o.offsets + o.trellis.numel()}, UsageError),
+        (lambda o: {"codebook_index": o.codebook_index + 64}, UsageError),
+        (lambda o: {"codebook_index": torch.full_like(o.codebook_index, -1)}, UsageError),
+    ],
+)
+def test_the_operator_checks_a_bank(quantized: Bank, change: Callable[..., Any], error: type[EspalierError]) -> None:
+    assert _raw(quantized).shape == (2, HIDDEN)
+    with pytest.raises(error):
+        _raw(quantized, **change(quantized.operand))
+
+
+def test_a_launch_is_refused_before_it_is_made(quantized: Bank) -> None:
+    """What the device code relies on, checked on the host, without a device."""
+    from espalier_format.kernels.cuda.expert_bank import launch_expert_bank
+
+    operand = quantized.operand
+    x, ids, weights = _arguments()
+    named = {name: getattr(operand, name) for name in ("trellis", "scales", "offsets", "codebook_index")}
+    for change, words in (
+        ({"trellis": torch.cat([operand.trellis, operand.trellis[:1]])[1:]}, "trellis must begin"),
+        ({"scales": torch.cat([operand.scales, operand.scales[:1]])[1:]}, "scales must begin"),
+        ({"offsets": torch.zeros(3, 32768, dtype=torch.int64)}, "too many experts of one bank"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            launch_expert_bank(x.half(), ids, weights, *{**named, **change}.values(), operand.layout.spelling)
 
 
 def test_experts_are_checked(bank: Bank) -> None:

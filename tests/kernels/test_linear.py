@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,28 @@ def test_an_operand_can_be_meta(random_module: Maker) -> None:
     operand = operand_of(module)
     meta = [tensor.to("meta") for tensor in (operand.trellis, operand.suh, operand.svh)]
     assert LinearOperand(*meta, module.codebook, 32, 32, 40, 50).trellis.is_meta
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"trellis": np.zeros((4, 4, 64), np.int16)}, DtypeError, "the trellis must be a torch tensor.*ndarray"),
+        ({"suh": None}, DtypeError, "suh must be a torch tensor.*NoneType"),
+        ({"svh": [1.0]}, DtypeError, "svh must be a torch tensor"),
+        ({"bias": np.zeros(60, np.float32)}, DtypeError, "the bias must be a torch tensor"),
+        ({"codebook": "int6@4"}, UsageError, "the codebook must be what get_codebook returns.*'int6@4'"),
+        ({"in_features": 50.0}, UsageError, r"in_features must be an integer.*50\.0"),
+        ({"out_features": "60"}, UsageError, "out_features must be an integer.*'60'"),
+        ({"rotation_in": None}, UsageError, "rotation_in must be an integer"),
+        ({"rotation_out": 64.0}, UsageError, "rotation_out must be an integer"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(
+    random_module: Maker, change: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    good = operand_of(random_module("int6@4", (32, 64), 50, 60))
+    with pytest.raises(error, match=match):
+        replace(good, **change)
 
 
 def test_wrong_operands_are_refused(random_module: Maker) -> None:

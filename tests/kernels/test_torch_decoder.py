@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier_format.codec.codebook import CODEBOOKS
+from espalier_format.codec.codebook import CODEBOOKS, get_codebook
 from espalier_format.codec.rotation import BLOCKS
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.errors import (
@@ -184,3 +185,19 @@ def test_dependency_error_without_torch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, "espalier_format.kernels.torch_decoder")
     with pytest.raises(DependencyError, match="torch"):
         __import__("espalier_format.kernels.torch_decoder")
+
+
+def test_tensors_of_a_tracer_are_not_kept() -> None:
+    """Decoding while torch traces fails or gives fake tensors; what is decoded afterwards is right all the same."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    codebook = get_codebook("int5@3")
+    trellis = torch.arange(64 * codebook.halfwords_per_tile, dtype=torch.int32).to(torch.int16).view(8, 8, -1)
+    ones = torch.ones(128, dtype=torch.float16)
+    operands = (trellis, ones, ones, codebook, 32, 32, 128, 128, "float32")
+    torch_decoder._kept.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(Exception):
+        torch_decoder.decode_weight(*operands)  # type: ignore[arg-type]
+    exact = reference.decode_weight(trellis.numpy(), ones.numpy(), ones.numpy(), codebook, 32, 32)
+    decoded = torch_decoder.decode_weight(*operands)  # type: ignore[arg-type]
+    assert np.array_equal(decoded.numpy(), exact.T.astype(np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -109,12 +110,50 @@ def test_a_bank_of_mixed_width() -> None:
     assert (bank.num_experts, len(gate.experts), gate.plain_experts) == (8, 8, (4,))
     assert gate.codebooks == ("e2m1@1", "e2m1@2", "int5@3")
     tile = {"0": 16, "1": 32, "2": 48, "-": 0}  # halfwords
-    offsets = [0]
-    for character in "0120-210":
-        offsets.append(offsets[-1] + (96 // 16) * (64 // 16) * tile[character])  # 48 outputs fill two blocks of 32
-    assert gate.trellis_offsets == tuple(offsets)
-    assert gate.nbytes == 2 * offsets[-1] + 7 * 2 * (96 + 64)
+    # 48 outputs fill two blocks of 32
+    halfwords = sum((96 // 16) * (64 // 16) * tile[character] for character in "0120-210")
+    assert gate.nbytes == 2 * halfwords + 7 * 2 * (96 + 64)
     assert bank.nbytes == sum(projection.nbytes for projection in bank.projections.values())
+
+
+def test_a_plan_is_where_the_kernels_operand_holds_the_experts() -> None:
+    """Sizes that are no multiples of 64 halfwords, a plain expert, and projections in another order than the bank's."""
+    torch = pytest.importorskip("torch")
+    from espalier_format.kernels.expert_bank import ExpertBankOperand
+
+    sizes = {"down_proj": (48, 48), "gate_proj": (48, 48), "up_proj": (48, 48)}
+    banks = (Bank("model.layers.0.mlp.experts", sizes, ("e2m1@1", "int5@3"), "00-1", (0, 0)),)
+    bank = plan(espalier_draft((), banks).config or {}).banks["model.layers.0.mlp.experts"]
+    experts = {
+        name: [
+            torch.zeros(48, 48)
+            if expert is None
+            else (
+                torch.full(expert.trellis_shape, number + 1, dtype=torch.int16),
+                torch.ones(48, dtype=torch.float16),
+                torch.ones(48, dtype=torch.float16),
+                expert.codebook,
+            )
+            for number, expert in enumerate(projection.experts)
+        ]
+        for name, projection in bank.projections.items()
+    }
+    rotations = dict.fromkeys(experts, (0, 0))
+    operand = ExpertBankOperand.from_experts(experts, hidden=48, intermediate=48, rotations=rotations)
+    assert list(bank.trellis_offsets) == ["gate_proj", "up_proj", "down_proj"]
+    assert [list(starts) for starts in bank.trellis_offsets.values()] == operand.offsets.tolist()
+    assert bank.trellis_halfwords == operand.trellis.numel()
+    assert bank.trellis_offsets["gate_proj"] == (0, 192, -1, 384)
+    for name, starts in bank.trellis_offsets.items():
+        for number, expert in enumerate(bank.projections[name].experts):
+            if expert is not None:
+                size = math.prod(expert.trellis_shape)
+                assert bool((operand.trellis[starts[number] : starts[number] + size] == number + 1).all())
+
+
+def test_the_offsets_need_no_torch() -> None:
+    code = "import sys, espalier_format.planning; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_config_is_enough(tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ What compiled code does is not checked here: that needs a GPU (`test_decode.py` 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pkgutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +90,15 @@ def test_all_variants_compile(kernel: str, architecture: str, needs_compiler: No
     assert not [(variant, fault) for variant, fault in zip(VARIANTS[kernel], faults, strict=True) if fault]
 
 
+@pytest.mark.parametrize(("macro", "less"), [("SHARED_BYTES", 32), ("ASSIGNMENTS", 1)])
+def test_an_expert_bank_that_host_and_device_see_differently_does_not_compile(
+    macro: str, less: int, needs_compiler: None
+) -> None:
+    variant = VARIANTS["expert_bank"][0]
+    wrong = Variant(variant.kernel, variant.symbols, {**variant.macros, macro: int(variant.macros[macro]) - less})
+    assert "static assertion failed" in check(wrong, "sm_90")
+
+
 def test_headers_are_written_out_once() -> None:
     source = compiler.kernel_source("decode_weight")
     assert "#include" not in source
@@ -107,7 +119,7 @@ def test_a_kernel_is_compiled_once(kernel_cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(compiler, "compile_text", refuse)
     compiler._open_cache.cache_clear()
     start = time.perf_counter()
-    assert compiler.compile_cubin("decode_codes", dict(reversed(macros.items())), "sm_90") == cubin
+    assert compiler.compile_cubin("decode_codes", dict(reversed(list(macros.items()))), "sm_90") == cubin
     assert time.perf_counter() - start < 0.2
     for other in ({**macros, "HALF_STEPS": 5}, {**macros, "MORE": 1}):
         with pytest.raises(AssertionError, match="compiled again"):
@@ -121,6 +133,61 @@ def test_a_folder_that_others_can_write_to_is_not_used(kernel_cache: Path, needs
     kernel_cache.chmod(0o770)
     assert compiler.compile_cubin("decode_codes", codebook_macros(get_codebook("e2m1@1")), "sm_90")
     assert not list(kernel_cache.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o775, False), (0o1777, True), (0o755, True)])
+def test_folders_above(
+    mode: int, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_compiler: None, kernel_cache: Path
+) -> None:
+    """Who can write to a folder above can put another one in its place, unless it is sticky."""
+    above = tmp_path / "above"
+    above.mkdir()
+    above.chmod(mode)
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(above / "made" / "kernels"))
+    assert (compiler._open_cache() is not None) is used
+    assert (above / "made").stat().st_mode & 0o077 == 0
+
+
+def test_what_is_kept_is_replaced(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, needs_compiler: None) -> None:
+    made = [b"first", b"second"]
+    monkeypatch.setattr(compiler, "compile_text", lambda *arguments: (made.pop(0), ""))
+    assert compiler.compile_cubin("decode_codes", {}, "sm_90") == b"first"
+    assert compiler.compile_cubin("decode_codes", {}, "sm_90") == b"first"
+    assert compiler.compile_cubin("decode_codes", {}, "sm_90", anew=True) == b"second"
+    assert compiler.compile_cubin("decode_codes", {}, "sm_90") == b"second"
+
+
+def test_the_key_covers_options_and_versions(monkeypatch: pytest.MonkeyPatch, needs_compiler: None) -> None:
+    def key() -> bytes:
+        return compiler._cache_key("text", "name", {}, "sm_90")
+
+    first = key()
+    assert key() == first
+    assert any(found.startswith("espalier-format ") for found in compiler._versions())
+    monkeypatch.setattr(compiler, "_OPTIONS", {**compiler._OPTIONS, "std": "c++20"})
+    second = key()
+    monkeypatch.setattr(compiler, "_versions", lambda: ("espalier-format 0.0.0",))
+    assert len({first, second, key()}) == 3
+
+
+def test_one_thread_at_a_time_imports(monkeypatch: pytest.MonkeyPatch, needs_compiler: None) -> None:
+    """Any may be the first: none finds a module half made, or changes the filters of warnings of another."""
+    inside: list[int] = []
+    most: list[int] = []
+
+    @contextlib.contextmanager
+    def catch_warnings() -> Iterator[None]:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        yield
+        inside.pop()
+
+    stub = SimpleNamespace(catch_warnings=catch_warnings, simplefilter=lambda action: None)
+    monkeypatch.setattr(compiler, "warnings", stub)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: id(compiler.cuda_core()), range(4)))) == 1
+    assert max(most) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_done_without(

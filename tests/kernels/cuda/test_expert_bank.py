@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -257,11 +258,48 @@ def test_operator_is_well_formed(mixed: Bank) -> None:
     torch.library.opcheck(torch.ops.espalier_format.expert_bank.default, arguments)
 
 
-def test_float32_and_plain_experts_take_the_torch_path(mixed: Bank) -> None:
+def test_float32_takes_the_torch_path(mixed: Bank) -> None:
     x, ids, weights = mixed.inputs(3, 2)
     exact = mixed.exact(x, ids, weights)
     result = expert_bank(x.float(), ids, weights, mixed.operand)
     assert float((result.double() - exact).abs().max()) < 1e-4 * float(exact.abs().max())
+
+
+def test_plain_experts_take_the_torch_path(mixed: Bank) -> None:
+    """Expert 2 is plain in one projection, expert 5 in all; what all others compute stays the same."""
+    plain_ones = {("up_proj", 2)} | {(name, 5) for name in PROJECTIONS}
+    layout = mixed.operand.layout
+    experts: dict[str, list[Any]] = {
+        name: [
+            mixed.weights[name][number].float()
+            if (name, number) in plain_ones
+            else (*layout.views(mixed.operand.tensors(), name, number), str(layout.projections[name].codebooks[number]))
+            for number in range(mixed.experts)
+        ]
+        for name in PROJECTIONS
+    }
+    rotations = {name: (each.rotation_in, each.rotation_out) for name, each in layout.projections.items()}
+    operand = ExpertBankOperand.from_experts(
+        experts, hidden=mixed.hidden, intermediate=layout.intermediate, rotations=rotations
+    )
+    assert set(operand.plain) == plain_ones
+    assert operand.trellis.device.type == "cuda"
+    x, _, weights = mixed.inputs(4, 3)
+    ids = torch.tensor([[2, 5, 0], [5, -1, 5], [1, 3, 7], [2, 2, 4]], device="cuda")
+    exact = mixed.exact(x, ids, weights)
+    result = expert_bank(x.float(), ids, weights, operand)
+    assert float((result.double() - exact).abs().max()) < 1e-4 * float(exact.abs().max())
+    # Here intermediates are rounded to float16 too, weights as well: a few times the kernel's bound.
+    error = (expert_bank(x, ids, weights, operand).double() - exact).pow(2).mean().sqrt()
+    assert float(error) <= 3 * BOUND["float16"] * float(exact.pow(2).mean().sqrt())
+
+
+def test_a_misaligned_bank_is_refused_before_launch(mixed: Bank) -> None:
+    operand = mixed.operand
+    shifted = torch.cat([operand.trellis, operand.trellis[:1]])[1:]
+    with pytest.raises(UsageError, match="must begin"):
+        expert_bank(*mixed.inputs(3, 2), replace(operand, trellis=shifted))
+    torch.cuda.synchronize()  # nothing was launched that could fail
 
 
 @pytest.mark.parametrize(

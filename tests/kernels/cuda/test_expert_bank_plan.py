@@ -31,6 +31,13 @@ def test_every_bank_fits(books: str, blocks: int, limit: int) -> None:
     assert found.shared_bytes <= limit
 
 
+def test_the_device_code_is_told_what_the_host_asks_for() -> None:
+    """It asserts that its struct is no larger; ``test_compile.py`` compiles that."""
+    found = expert_bank.plan(geometry("e2m1@1"), bfloat=False, shared_limit=SHARED_H200)
+    assert int(found.macros["FIRST_FREE"]) + int(found.macros["SHARED_BYTES"]) == found.shared_bytes
+    assert found.macros["ASSIGNMENTS"] == 512
+
+
 def test_too_little_shared_memory_is_said() -> None:
     with pytest.raises(UsageError):
         expert_bank.plan(geometry(ALL_GRIDS), bfloat=False, shared_limit=48 << 10)

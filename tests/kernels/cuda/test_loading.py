@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,48 @@ def test_an_old_device_is_refused(capability: Callable[[int, int], None]) -> Non
     capability(7, 5)
     with pytest.raises(UsageError, match=r"8\.0"):
         loading.architecture(0)
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What stands in for compiler and driver: the code "kept", the code "made" and the code that is "loaded"."""
+    state: dict[str, Any] = {"kept": b"damaged", "made": b"good", "compiled": 0}
+
+    def compile_cubin(*arguments: Any, anew: bool = False) -> bytes:
+        if anew:
+            state["compiled"] += 1
+            state["kept"] = state["made"]
+        return bytes(state["kept"])
+
+    def load_code(core: Any, cubin: bytes, name: str, symbol: str) -> bytes:
+        if cubin != b"good":
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+        return cubin
+
+    monkeypatch.setattr(loading, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(loading, "_load_code", load_code)
+    monkeypatch.setattr(loading, "cuda_core", lambda: None)
+    monkeypatch.setattr(loading, "architecture", lambda device_index: "sm_90")
+    monkeypatch.setattr(loading, "_relaxed_capture", contextlib.nullcontext)
+    monkeypatch.setattr(loading, "_on_device", contextlib.nullcontext)
+    loading._load_once.cache_clear()
+    yield state
+    loading._load_once.cache_clear()
+
+
+def test_a_damaged_copy_is_compiled_again(code: dict[str, Any]) -> None:
+    loaded: Any = loading.load_kernel("k", "k", {}, 0)
+    assert loaded == b"good"
+    assert code["compiled"] == 1
+
+
+def test_code_that_the_driver_refuses(code: dict[str, Any]) -> None:
+    """Compiled again once, never more, whether or not the result is another one."""
+    for made in (b"damaged", b"damaged otherwise"):
+        code.update(kept=b"damaged", made=made, compiled=0)
+        with pytest.raises(UsageError, match="CUDA_ERROR_INVALID_IMAGE"):
+            loading.load_kernel("k", "k", {}, 0)
+        assert code["compiled"] == 1
 
 
 @pytest.mark.parametrize("multiprocessor", [100 << 10, 164 << 10, 228 << 10])

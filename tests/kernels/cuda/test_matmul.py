@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from espalier_format.kernels import ops  # noqa: E402
 from espalier_format.kernels.matmul import FUSED_ROWS  # noqa: E402
 
-matmul = ops.matmul.matmul
+matmul = ops.matmul
 
 pytestmark = [
     pytest.mark.gpu,

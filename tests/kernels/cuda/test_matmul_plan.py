@@ -6,6 +6,7 @@ The arithmetic of the kernel's ``Cut`` is repeated here. Not checked: that a pla
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -14,11 +15,12 @@ from hypothesis import strategies as st
 
 from espalier_format.codec.codebook import CODEBOOKS, get_codebook
 from espalier_format.codec.rotation import BLOCKS, padded
+from espalier_format.errors import UsageError
 
 pytest.importorskip("torch")
 from espalier_format.kernels.cuda.compiler import ARCHITECTURES, compile_text, kernel_source
 from espalier_format.kernels.cuda.macros import codebook_macros
-from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, Plan, candidates, make_plan
+from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, Plan, _divide, candidates, make_plan
 
 H200 = Device(multiprocessors=132, shared_bytes=232448)
 MIDDLE = Device(multiprocessors=108, shared_bytes=166912)
@@ -98,6 +100,33 @@ def test_every_weight_once(
             assert ordered[-1][1] == k_tiles
             assert all(before[1] == after[0] for before, after in itertools.pairwise(ordered))
         assert max(Counter({block: len(parts) for block, parts in taken.items()}).values()) <= plan.contributions
+
+
+@settings(max_examples=300, deadline=None)
+@given(blocks=st.integers(1, 90), units=st.integers(1, 60), multiprocessors=st.integers(1, 150))
+def test_contributions(blocks: int, units: int, multiprocessors: int) -> None:
+    """The most thread blocks of a block of columns, against the owner of every item."""
+    thread_blocks, contributions = _divide(blocks, units, 1, multiprocessors)
+    items = blocks * units
+    assert thread_blocks == min(multiprocessors, items)
+    owners = [((item + 1) * thread_blocks - 1) // items for item in range(items)]
+    most = max(owners[start + units - 1] - owners[start] + 1 for start in range(0, items, units))
+    assert contributions == most
+
+
+def test_large_weights() -> None:
+    """A plan is made at once, of those whose numbers fit 32 bits; where none is left, that is said."""
+    codebook = get_codebook("int5@3")
+    start = time.perf_counter()
+    make_plan.__wrapped__(codebook, 128, 128, 65536 // 16, 524288 // 16, 1, H200)
+    assert time.perf_counter() - start < 0.2
+    large = (1 << 20) // 16
+    plans = list(candidates(codebook, 128, 128, large, large * 8, 1, H200))
+    assert plans
+    assert all((plan.blocks * plan.units + 1) * plan.thread_blocks < 2**32 for plan in plans)
+    assert max(plan.units for plan in plans) < large // 8  # the plan of single units is left out
+    with pytest.raises(UsageError, match="too large"):
+        make_plan(codebook, 128, 128, 8, 2**28 + 2**10, 1, Device(multiprocessors=132, shared_bytes=232448))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from espalier_format.codec.codebook import CODEBOOKS, get_codebook
 from espalier_format.encoder import encode_tiles
 from espalier_format.encoder.branch_cost import BranchCost, branch_cost
-from espalier_format.errors import UsageError
+from espalier_format.errors import DtypeError, EspalierError, ShapeError, UsageError
 from espalier_format.kernels.cuda.viterbi import LARGEST_SHARED_BYTES, TABLE, SearchForm
 
 torch = pytest.importorskip("torch")
@@ -117,6 +117,30 @@ def test_on_another_stream_and_into_memory_that_was_used(cuda: str) -> None:
             found = search_on_device(targets, cost, 3)
             torch.cuda.current_stream().synchronize()
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("targets", "passes", "error", "words"),
+    [
+        (torch.zeros(4, 256, dtype=torch.int32), 2, DtypeError, "int16"),
+        (torch.zeros(4, 128, dtype=torch.int16), 2, ShapeError, "256"),
+        (torch.zeros(256, dtype=torch.int16), 2, ShapeError, "256"),
+        (torch.zeros(256, 4, dtype=torch.int16).T, 2, ShapeError, "contiguous"),
+        (torch.zeros(4, 256, dtype=torch.int16), 1, UsageError, "at least 2"),
+        (torch.zeros(4, 256, dtype=torch.int16), 2, UsageError, "CUDA device"),
+        (torch.zeros(0, 256, dtype=torch.int32), 2, DtypeError, "int16"),
+    ],
+)
+def test_what_the_kernel_cannot_read_is_refused(
+    targets: Any, passes: int, error: type[EspalierError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is compiled, loaded or launched."""
+    from espalier_format.kernels.cuda import viterbi
+
+    monkeypatch.setattr(viterbi, "_prepared", None)
+    monkeypatch.setattr(viterbi, "launch", None)
+    with pytest.raises(error, match=words):
+        viterbi.search_on_device(targets, branch_cost(get_codebook("e2m1@2")), passes)
 
 
 @gpu
