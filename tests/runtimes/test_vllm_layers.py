@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from builders import DEFAULT_BANKS, DEFAULT_MODULES, espalier_draft
+from builders import DEFAULT_BANKS, DEFAULT_MODULES, Draft, espalier_draft
 
-from espalier_format.errors import DigestError, MissingTensorError, ShapeError, SourceError, UsageError
+from espalier_format.errors import (
+    DigestError,
+    IndexMismatchError,
+    MissingTensorError,
+    ShapeError,
+    SourceError,
+    UsageError,
+)
 from espalier_format.runtimes.tensor_parallel import FeatureRange
 from espalier_format.runtimes.vllm import register
 from espalier_format.runtimes.vllm.completeness import check_folder
+from espalier_format.runtimes.vllm.folder_check import FolderCheck
 from espalier_format.runtimes.vllm.layer_names import LayerNames, constituents
 from espalier_format.runtimes.vllm.layer_parts import LayerShape, layer_parts, output_ranges, part_of_shard
 from espalier_format.schema.config import ModuleSpec, parse_quantization_config
@@ -210,3 +219,81 @@ def test_only_shards_must_have_the_size_in_the_manifest(tmp_path: Path) -> None:
     manifest(shard.name, shard.stat().st_size + 1)
     with pytest.raises(DigestError, match=r"size differs from the manifest"):
         check_folder(folder, config)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def _download(draft: Draft, cache: Path, reference: str = "main") -> Path:
+    """As huggingface_hub stores the repository "someone/model": files of a commit, and which commit a branch is."""
+    repository = cache / "models--someone--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / reference).write_text(COMMIT)
+    return draft.write(repository / "snapshots" / COMMIT)
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_model_from_the_hub_is_checked_after_the_download(tmp_path: Path, revision: str | None) -> None:
+    """Before, nothing is there. The check is the one of a local folder, and is made once."""
+    pytest.importorskip("huggingface_hub")
+    draft = espalier_draft(DEFAULT_MODULES, DEFAULT_BANKS)
+    check = FolderCheck(parse_quantization_config(draft.block))
+    check.before_loading("someone/model", revision)
+    check.will_load(str(tmp_path), loads=True)
+    folder = _download(draft, tmp_path)
+    biases = {"model.layers.0.self_attn.q_proj", "lm_head"}
+    assert check.after_loading() == biases
+    next(folder.glob("*.safetensors")).unlink()
+    assert check.after_loading() == biases
+
+
+def test_a_model_from_the_hub_that_is_not_complete(tmp_path: Path) -> None:
+    """A quantized tensor that config.json names, and a norm that only the index names and no layer here looks at."""
+    pytest.importorskip("huggingface_hub")
+    for number, (name, error) in enumerate(
+        (("lm_head.esp_suh", MissingTensorError), ("model.norm.weight", IndexMismatchError))
+    ):
+        draft = espalier_draft(DEFAULT_MODULES, DEFAULT_BANKS)
+        config = parse_quantization_config(draft.block)
+        if error is IndexMismatchError:
+            draft.index = copy.deepcopy(draft.right_index())
+        del draft[name]
+        cache = tmp_path / str(number)
+        _download(draft, cache, "release")
+        check = FolderCheck(config)
+        check.before_loading("someone/model", "release")
+        check.will_load(str(cache), loads=True)
+        with pytest.raises(error, match=name):
+            check.after_loading()
+
+
+@pytest.mark.parametrize("address", ["someone/model", "s3://bucket/model/of/someone"])
+def test_a_download_that_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture, address: str) -> None:
+    """Said once, not passed over."""
+    pytest.importorskip("huggingface_hub")
+    check = FolderCheck(parse_quantization_config(espalier_draft().block))
+    check.before_loading(address, None)
+    check.will_load(str(tmp_path), loads=True)
+    assert check.after_loading() is None
+    assert check.after_loading() is None
+    assert [record.getMessage().startswith(f"{address}: its files were not found") for record in caplog.records] == [
+        True
+    ]
+
+
+def test_dummy_weights_need_no_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check = FolderCheck(parse_quantization_config(espalier_draft().block))
+    check.before_loading("someone/model", None)
+    check.will_load(str(tmp_path), loads=False)
+    assert check.after_loading() is None
+    assert not caplog.records
+
+
+def test_a_local_folder_is_checked_before(tmp_path: Path) -> None:
+    draft = espalier_draft(DEFAULT_MODULES, DEFAULT_BANKS)
+    check = FolderCheck(parse_quantization_config(draft.block))
+    check.before_loading(str(draft.write(tmp_path / "right")), None)
+    assert check.after_loading() == {"model.layers.0.self_attn.q_proj", "lm_head"}
+    del draft["lm_head.esp_suh"]
+    with pytest.raises(MissingTensorError, match=r"lm_head\.esp_suh"):
+        check.before_loading(str(draft.write(tmp_path / "wrong")), None)

@@ -9,9 +9,11 @@ vLLM finds `register` by the entry point group ``vllm.general_plugins`` and call
 | `plain_methods` | layers that the checkpoint leaves plain, with a check that they were loaded |
 | `layer_parts`, `layer_tensors` | which modules of the checkpoint make up a layer, on this rank; their tensors |
 | `bank_tensors` | the same for an expert bank |
-| `layer_names`, `completeness` | names in vLLM's model; what is checked before a tensor is read |
+| `layer_names` | names in vLLM's model |
+| `completeness`, `folder_check` | what is checked of the files as a whole, and when |
+| `host_options` | what vLLM was asked to do: load formats, CUDA graphs |
 
-`layer_parts`, `layer_names` and `completeness` need neither vLLM nor torch.
+`layer_parts`, `layer_names`, `completeness` and `folder_check` need neither vLLM nor torch.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from espalier_format.errors import DtypeError, MissingTensorError, NonFiniteScal
 from espalier_format.kernels.expert_bank import ExpertBankOperand
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS, ExpertBankLayout, ProjectionLayout
 from espalier_format.runtimes.tensor_parallel import FeatureRange, ModuleSlice, slice_module
+from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_parts import TrueSizes, true_sizes
-from espalier_format.runtimes.vllm.layer_tensors import KINDS, copy_slice, loads_from_checkpoint
+from espalier_format.runtimes.vllm.layer_tensors import KINDS, copy_slice
 from espalier_format.schema.expert_bank import ExpertBank
 
 _SHARDS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -32,12 +33,14 @@ _QUANTIZED: Final = ("esp_trellis", "esp_suh", "esp_svh")
 class RankProjection:
     """One projection on this rank: its name in the checkpoint, what the rank holds of each expert, and codebooks.
 
-    ``sizes`` are those of the whole projection; ``codebooks`` has one entry for each expert of the rank.
+    ``sizes`` are those of the whole projection, ``whole`` says how the checkpoint stores it; ``codebooks`` has one
+    entry for each expert of the rank.
     """
 
     name: str
     sizes: TrueSizes
     held: ModuleSlice
+    whole: ModuleSlice
     codebooks: tuple[str | None, ...]
 
 
@@ -72,7 +75,9 @@ def rank_projections(
             held = slice_module(sizes, rotation, inputs, [outputs])
         else:  # plain, which may be cut anywhere
             held = ModuleSlice(inputs, (outputs,), *rotation)
-        found[role] = RankProjection(name, sizes, held, tuple(codebooks[expert] for expert in experts))
+        found[role] = RankProjection(
+            name, sizes, held, slice_module(sizes, rotation), tuple(codebooks[expert] for expert in experts)
+        )
     return found
 
 
@@ -120,6 +125,8 @@ class BankTensors:
         }
         self._loaded: set[tuple[str, int, str]] = set()
         self._expected = loads_from_checkpoint()
+        if self._expected:
+            self._spoil_scales()
 
     def register(self, layer: torch.nn.Module) -> None:
         """Give the layer empty parameters of the names that vLLM looks for, whose loaders fill the bank."""
@@ -150,7 +157,7 @@ class BankTensors:
             target = self._layout.views(self._buffers, role, place)[_QUANTIZED.index(kind)]
             if tensor.dtype != target.dtype:
                 raise DtypeError("wrong dtype", tensor=name, expected=target.dtype, got=tensor.dtype)
-            copy_slice(kind, tensor, target, each.held, name)
+            copy_slice(kind, tensor, target, each.held, each.whole, name)
         self._loaded.add((role, place, kind))
         return True
 
@@ -166,6 +173,14 @@ class BankTensors:
             if not bool(torch.isfinite(self._buffers["scales"]).all()):
                 raise NonFiniteScaleError(f"esp_suh or esp_svh in {self._bank} holds an infinity or a NaN")
         return ExpertBankOperand(self._layout, **self._buffers, plain=self._plain)
+
+    def _spoil_scales(self) -> None:
+        """Make all scales NaN that are to be loaded: zeros would make an expert that was not loaded vanish quietly."""
+        for role, layout in self._layout.projections.items():
+            for place, codebook in enumerate(layout.codebooks):
+                if codebook is not None:
+                    for scales in self._layout.views(self._buffers, role, place)[1:]:
+                        scales.fill_(math.nan)
 
     def _check_loaded(self) -> None:
         for expert, place in self._local.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -10,7 +9,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig as HostConfig
 
 from espalier_format.errors import UsageError
-from espalier_format.runtimes.vllm.completeness import check_folder
+from espalier_format.runtimes.vllm.folder_check import FolderCheck
+from espalier_format.runtimes.vllm.host_options import download_folder, loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_names import LayerNames, NameMapper, constituents
 from espalier_format.schema.config import QUANT_METHOD, ModuleSpec, QuantizationConfig, parse_quantization_config
 
@@ -23,7 +23,7 @@ class EspalierConfig(HostConfig):
         super().__init__()
         self.quantization = quantization
         self._names = LayerNames(quantization.modules, quantization.expert_banks)
-        self._biases: frozenset[str] | None = None
+        self._folder = FolderCheck(quantization)
 
     @classmethod
     def get_name(cls) -> str:
@@ -54,20 +54,21 @@ class EspalierConfig(HostConfig):
         """Rename the modules as the model does."""
         self._names.rename(hf_to_vllm_mapper)
 
-    def maybe_update_config(self, model_name: str, *_: Any, **__: Any) -> None:
+    def maybe_update_config(self, model_name: str, *_: Any, revision: str | None = None, **__: Any) -> None:
         """Check a local folder before vLLM reads it: `check_folder` says what, and what it raises.
 
         vLLM calls this once, before it starts its workers. A model that is named by its place on the Hub is not here
-        yet; then only the checks after loading remain.
+        yet: it is checked when a worker has loaded it.
         """
-        if Path(model_name).is_dir():
-            self._biases = check_folder(model_name, self.quantization)
+        self._folder.before_loading(model_name, revision)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """Return what computes a layer, None where vLLM's default is right. ``prefix`` is its name in the model.
 
-        Raises UsageError for quantized embeddings and for single quantized experts that are in no bank.
+        Raises UsageError for quantized embeddings, for single quantized experts that are in no bank, and for a load
+        format that goes past the checks.
         """
+        self._folder.will_load(download_folder(), loads=loads_from_checkpoint())
         # Late: these modules load most of vLLM's, and every process of vLLM imports this one.
         from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415
         from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
@@ -93,7 +94,7 @@ class EspalierConfig(HostConfig):
             return PlainLinearMethod(prefix)
         from espalier_format.runtimes.vllm.linear_method import EspalierLinearMethod  # noqa: PLC0415 - as above
 
-        return EspalierLinearMethod(modules, self._biases)
+        return EspalierLinearMethod(modules, self._folder)
 
     def _vocabulary_method(self, layer: Any, prefix: str) -> Any:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: PLC0415 - as above
@@ -107,7 +108,7 @@ class EspalierConfig(HostConfig):
             raise UsageError("quantized embeddings are not supported in vLLM", tensor=name)
         from espalier_format.runtimes.vllm.head_method import EspalierHeadMethod  # noqa: PLC0415 - as above
 
-        return EspalierHeadMethod(name, self.quantization.modules[name])
+        return EspalierHeadMethod(name, self.quantization.modules[name], self._folder)
 
     def _expert_method(self, layer: Any, prefix: str) -> Any:
         name = self._names.bank(prefix)
@@ -118,4 +119,4 @@ class EspalierConfig(HostConfig):
             return None
         from espalier_format.runtimes.vllm.expert_method import EspalierExpertMethod  # noqa: PLC0415 - as above
 
-        return EspalierExpertMethod(layer.moe_config, name, self.quantization.expert_banks[name])
+        return EspalierExpertMethod(layer.moe_config, name, self.quantization.expert_banks[name], self._folder)

@@ -12,17 +12,21 @@ from espalier_format.errors import ShapeError, UsageError
 from espalier_format.kernels.expert_bank import expert_bank
 from espalier_format.runtimes.tensor_parallel import equal_share
 from espalier_format.runtimes.vllm.bank_tensors import BankTensors, has_plain, rank_projections
+from espalier_format.runtimes.vllm.folder_check import FolderCheck
+from espalier_format.runtimes.vllm.host_options import check_capturable
 from espalier_format.schema.expert_bank import ExpertBank
 
 
 class EspalierExpertMethod(FusedMoEMethodBase):
     """Computes routed experts from compressed weights: w2(silu(w1(x)) * w3(x)), as banks hold them.
 
-    ``moe`` is vLLM's FusedMoEConfig, ``name`` the bank's name in the checkpoint.
+    ``moe`` is vLLM's FusedMoEConfig, ``name`` the bank's name in the checkpoint; ``folder`` checks the checkpoint as a
+    whole.
     """
 
-    def __init__(self, moe: Any, name: str, bank: ExpertBank) -> None:
+    def __init__(self, moe: Any, name: str, bank: ExpertBank, folder: FolderCheck) -> None:
         super().__init__(moe)
+        self._folder = folder
         self._name = name
         self._bank = bank
 
@@ -44,10 +48,13 @@ class EspalierExpertMethod(FusedMoEMethodBase):
         """Add this rank's bank to the layer.
 
         Raises:
-            UsageError: a split that cuts a rotation block or a tile, or experts of a kind that is not supported.
+            UsageError: a split that cuts a rotation block or a tile, experts of a kind that is not supported, or what
+                `check_capturable` refuses.
             ShapeError: another size or number of experts than the model's.
         """
         self._check_kind(layer)
+        some_plain = has_plain(self._bank)
+        check_capturable(self._name, params_dtype, some_plain=some_plain)
         if self.moe.num_experts != self._bank.num_experts:
             raise ShapeError(
                 "the model has another number of experts than the bank", tensor=self._name,
@@ -60,11 +67,15 @@ class EspalierExpertMethod(FusedMoEMethodBase):
             projections = rank_projections(self._bank, hidden_size, intermediate, share, experts)
         except (UsageError, ShapeError) as error:
             raise type(error)(error.message, tensor=self._name, expected=error.expected, got=error.got) from None
-        layer.espalier = BankTensors(self._name, projections, experts, params_dtype, some_plain=has_plain(self._bank))
+        layer.espalier = BankTensors(self._name, projections, experts, params_dtype, some_plain=some_plain)
         layer.espalier.register(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that everything was loaded, and make the operand. Raises MissingTensorError and NonFiniteScaleError."""
+        """Check that everything was loaded, and make the operand.
+
+        Raises MissingTensorError, NonFiniteScaleError, and what `FolderCheck` finds.
+        """
+        self._folder.after_loading()
         layer.espalier_bank = layer.espalier.operand()
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:  # noqa: ARG002
@@ -84,7 +95,7 @@ class EspalierExpertMethod(FusedMoEMethodBase):
         if topk_ids.dtype not in (torch.int32, torch.int64):
             topk_ids = topk_ids.to(torch.int64)
         if layer.expert_map is not None:
-            topk_ids = layer.expert_map[topk_ids.long()]  # -1 for an expert of another rank
+            topk_ids = rank_ids(topk_ids, layer.expert_map)
         return expert_bank(x, topk_ids, topk_weights, layer.espalier_bank)
 
     def _check_kind(self, layer: Any) -> None:
@@ -99,6 +110,12 @@ class EspalierExpertMethod(FusedMoEMethodBase):
         for reason, applies in reasons.items():
             if applies:
                 raise UsageError(f"experts with {reason} are not supported in vLLM", tensor=self._name)
+
+
+def rank_ids(ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return this rank's numbers of experts: -1 for an expert of another rank, and for -1, which is no expert."""
+    # As an index, -1 would be the last expert.
+    return torch.where(ids < 0, -1, places[ids.clamp_min(0).long()])
 
 
 def _experts_of_rank(layer: Any, num_experts: int) -> tuple[int, ...]:

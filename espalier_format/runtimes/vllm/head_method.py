@@ -11,6 +11,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.errors import SchemaError
 from espalier_format.runtimes.tensor_parallel import FeatureRange, slice_module
+from espalier_format.runtimes.vllm.folder_check import FolderCheck
+from espalier_format.runtimes.vllm.host_options import check_capturable
 from espalier_format.runtimes.vllm.layer_parts import LayerPart, LayerShape, true_sizes
 from espalier_format.runtimes.vllm.layer_tensors import LayerTensors
 from espalier_format.runtimes.vllm.linear_method import multiply
@@ -20,11 +22,12 @@ from espalier_format.schema.config import ModuleSpec
 class EspalierHeadMethod(QuantizeMethodBase):
     """Computes logits from compressed weights. vLLM pads the vocabulary; padded logits are zero, and vLLM drops them.
 
-    ``name`` is the head's name in the checkpoint.
+    ``name`` is the head's name in the checkpoint; ``folder`` checks the checkpoint as a whole.
     """
 
-    def __init__(self, name: str, spec: ModuleSpec) -> None:
+    def __init__(self, name: str, spec: ModuleSpec, folder: FolderCheck) -> None:
         super().__init__()
+        self._folder = folder
         self._name = name
         self._spec = spec
 
@@ -40,8 +43,10 @@ class EspalierHeadMethod(QuantizeMethodBase):
     ) -> None:
         """Add this rank's parameters to the layer.
 
-        Raises UsageError for a split that cuts a rotation block or a tile, ShapeError for other sizes than the model's.
+        Raises UsageError for a split that cuts a rotation block or a tile and for what `check_capturable` refuses,
+        ShapeError for other sizes than the model's.
         """
+        check_capturable(self._name, params_dtype)
         indices = layer.shard_indices
         rows = FeatureRange(indices.org_vocab_start_index, indices.org_vocab_end_index)
         sizes = true_sizes(self._spec, input_size_per_partition, layer.org_vocab_size)
@@ -49,7 +54,8 @@ class EspalierHeadMethod(QuantizeMethodBase):
         if rows.size:  # a rank may have nothing but padding
             rotation = (self._spec.rotation.in_, self._spec.rotation.out)
             held = slice_module(sizes, rotation, outputs=[rows])
-            parts.append(LayerPart(self._name, (0,), (rows.size,), get_codebook(self._spec.codebook), held))
+            codebook, whole = get_codebook(self._spec.codebook), slice_module(sizes, rotation)
+            parts.append(LayerPart(self._name, (0,), (rows.size,), codebook, held, whole))
         shape = LayerShape(
             input_size_per_partition, input_size_per_partition, (rows.size,), layer.tp_rank, layer.tp_size
         )
@@ -57,7 +63,11 @@ class EspalierHeadMethod(QuantizeMethodBase):
         layer.espalier.register(layer, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that everything was loaded, and make the operand. Raises MissingTensorError and NonFiniteScaleError."""
+        """Check that everything was loaded, and make the operand.
+
+        Raises MissingTensorError, NonFiniteScaleError, and what `FolderCheck` finds.
+        """
+        self._folder.after_loading()
         layer.espalier.check_loaded(layer)
         layer.espalier_operands = layer.espalier.operands(layer)
 

@@ -51,8 +51,9 @@ class LayerShape:
 class LayerPart:
     """One module of a layer: its name in the checkpoint, the partitions that it fills, and what this rank holds.
 
-    ``rank_outputs`` has the size of each of its partitions on this rank. ``codebook`` and ``slice`` are None for a
-    plain module, whose size is not known before its weight is seen.
+    ``rank_outputs`` has the size of each of its partitions on this rank; ``whole`` is the module as the checkpoint
+    stores it, for all ranks. ``codebook``, ``slice`` and ``whole`` are None for a plain module, whose size is not known
+    before its weight is seen.
     """
 
     name: str
@@ -60,6 +61,7 @@ class LayerPart:
     rank_outputs: tuple[int, ...]
     codebook: Codebook | None = None
     slice: ModuleSlice | None = None
+    whole: ModuleSlice | None = None
 
     @property
     def out_features(self) -> int:
@@ -167,13 +169,9 @@ def _part(name: str, spec: ModuleSpec | None, partitions: tuple[int, ...], shape
     if spec is None:
         return LayerPart(name, partitions, sizes)
     whole = spec.out_features if spec.size_source == "exact" else _unpadded_size(sizes, spec, shape)
-    sliced = slice_module(
-        true_sizes(spec, shape.inputs, whole),
-        (spec.rotation.in_, spec.rotation.out),
-        shape.input_range(),
-        output_ranges(sizes, whole, shape),
-    )
-    return LayerPart(name, partitions, sizes, get_codebook(spec.codebook), sliced)
+    true, rotation = true_sizes(spec, shape.inputs, whole), (spec.rotation.in_, spec.rotation.out)
+    sliced = slice_module(true, rotation, shape.input_range(), output_ranges(sizes, whole, shape))
+    return LayerPart(name, partitions, sizes, get_codebook(spec.codebook), sliced, slice_module(true, rotation))
 
 
 def _unpadded_size(sizes: Sequence[int], spec: ModuleSpec, shape: LayerShape) -> int:

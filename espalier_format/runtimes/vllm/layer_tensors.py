@@ -12,30 +12,20 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.utils import set_weight_attrs
 
+from espalier_format.codec.tile import TILE
 from espalier_format.errors import DtypeError, MissingTensorError, NonFiniteScaleError, ShapeError
 from espalier_format.kernels.linear import LinearOperand
 from espalier_format.runtimes.tensor_parallel import ModuleSlice
+from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_parts import LayerPart, LayerShape, output_ranges, part_of_shard
 
 KINDS: Final = ("esp_trellis", "esp_suh", "esp_svh", "weight")
 """The tensors of a module, and so the parameters of a layer; ``weight`` is there where a part is plain."""
 
-_LOADING_FORMATS: Final = frozenset(
-    {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer"}
-)
-
-
 _ALIGNMENT: Final = 64
 """Elements to which a part is aligned: 128 bytes of a trellis or of scales, a cache line of a GPU."""
-
-
-def loads_from_checkpoint() -> bool:
-    """Tell whether vLLM is about to load the files of the checkpoint: not dummies, nor its own formats."""
-    config = get_current_vllm_config_or_none()
-    return config is not None and str(config.load_config.load_format) in _LOADING_FORMATS
 
 
 class LayerTensors:
@@ -80,10 +70,10 @@ class LayerTensors:
         target = parameter.data[start : start + math.prod(shape)].view(shape)
         if target.dtype != tensor.dtype and not (kind == "weight" and tensor.is_floating_point()):
             raise DtypeError("wrong dtype", tensor=name, expected=target.dtype, got=tensor.dtype)
-        if part.slice is None:
+        if part.slice is None or part.whole is None:
             _copy_plain(tensor, target, part, self.shape, name)
         else:
-            copy_slice(kind, tensor, target, part.slice, name)
+            copy_slice(kind, tensor, target, part.slice, part.whole, name)
         self._loaded.add((place, kind))
 
     def check_loaded(self, layer: torch.nn.Module) -> None:
@@ -159,20 +149,30 @@ class _Loader:
         self._tensors.load(self._kind, param, loaded_weight, shard_id)
 
 
-def copy_slice(kind: str, tensor: torch.Tensor, target: torch.Tensor, part: ModuleSlice, name: str) -> None:
-    """Copy the tiles or scales of a slice from a whole tensor. Raises ShapeError where it does not fit."""
+def copy_slice(
+    kind: str, tensor: torch.Tensor, target: torch.Tensor, part: ModuleSlice, whole: ModuleSlice, name: str
+) -> None:
+    """Copy the tiles or scales of ``part`` from the tensor of the ``whole`` module, whose shape must be the stated one.
+
+    Raises ShapeError, naming the tensor, for one that is larger or smaller.
+    """
+    # Not only what is cut out: the tiles at the beginning of a larger tensor belong to another module.
+    stated = {
+        "esp_trellis": (whole.padded_in // TILE, whole.padded_out // TILE, target.shape[-1]),
+        "esp_suh": (whole.padded_in,),
+        "esp_svh": (whole.padded_out,),
+    }[kind]
+    if tuple(tensor.shape) != stated:
+        raise ShapeError(
+            "the tensor has another shape than the config says", tensor=name, expected=stated, got=tuple(tensor.shape)
+        )
     if kind == "esp_trellis":
         (first, end), runs = part.trellis_rows[0], part.trellis_columns
-        whole, columns = tensor[first:end], 1
+        held, columns = tensor[first:end], 1
     else:
-        whole, columns, runs = tensor, 0, (part.suh if kind == "esp_suh" else part.svh)
-    if runs[-1][1] > whole.shape[columns]:
-        raise ShapeError("the tensor is smaller than the config says", tensor=name, got=tuple(tensor.shape))
-    pieces = [whole.narrow(columns, first, end - first) for first, end in runs]
-    found = torch.cat(pieces, columns) if len(pieces) > 1 else pieces[0]
-    if found.shape != target.shape:
-        raise ShapeError("the tensor has another shape than the config says", tensor=name, got=tuple(tensor.shape))
-    target.copy_(found)
+        held, columns, runs = tensor, 0, (part.suh if kind == "esp_suh" else part.svh)
+    pieces = [held.narrow(columns, first, end - first) for first, end in runs]
+    target.copy_(torch.cat(pieces, columns) if len(pieces) > 1 else pieces[0])
 
 
 def _copy_plain(tensor: torch.Tensor, target: torch.Tensor, part: LayerPart, shape: LayerShape, name: str) -> None:

@@ -12,6 +12,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from espalier_format.errors import MissingTensorError, UnexpectedTensorError
 from espalier_format.kernels import torch_decoder
 from espalier_format.kernels.linear import LinearOperand, linear
+from espalier_format.runtimes.vllm.folder_check import FolderCheck
+from espalier_format.runtimes.vllm.host_options import check_capturable
 from espalier_format.runtimes.vllm.layer_parts import LayerShape, layer_parts
 from espalier_format.runtimes.vllm.layer_tensors import LayerTensors
 from espalier_format.schema.config import ModuleSpec
@@ -20,14 +22,14 @@ from espalier_format.schema.config import ModuleSpec
 class EspalierLinearMethod(LinearMethodBase):
     """Computes a linear layer from compressed weights: each part on its own, outputs side by side.
 
-    ``modules`` has the layer's modules by their names in the checkpoint, in order, None for a plain one. ``biases``
-    names the modules that have a bias in the checkpoint; None if that is not known.
+    ``modules`` has the layer's modules by their names in the checkpoint, in order, None for a plain one. ``folder``
+    checks the checkpoint as a whole, and knows the modules that have a bias there.
     """
 
-    def __init__(self, modules: Mapping[str, ModuleSpec | None], biases: frozenset[str] | None) -> None:
+    def __init__(self, modules: Mapping[str, ModuleSpec | None], folder: FolderCheck) -> None:
         super().__init__()
         self._modules = dict(modules)
-        self._biases = biases
+        self._folder = folder
 
     def create_weights(
         self,
@@ -41,8 +43,10 @@ class EspalierLinearMethod(LinearMethodBase):
     ) -> None:
         """Add this rank's parameters to the layer.
 
-        Raises UsageError for a split that cuts a rotation block or a tile, ShapeError for other sizes than the model's.
+        Raises UsageError for a split that cuts a rotation block or a tile and for what `check_capturable` refuses,
+        ShapeError for other sizes than the model's.
         """
+        check_capturable(next(name for name, spec in self._modules.items() if spec is not None), params_dtype)
         shape = LayerShape(
             input_size, input_size_per_partition, tuple(output_partition_sizes), layer.tp_rank, layer.tp_size
         )
@@ -53,13 +57,15 @@ class EspalierLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that everything was loaded, and make the operands.
 
-        Raises MissingTensorError, UnexpectedTensorError (a bias that the model does not use) and NonFiniteScaleError.
+        Raises MissingTensorError, UnexpectedTensorError (a bias that the model does not use), NonFiniteScaleError, and
+        what `FolderCheck` finds.
         """
+        biases = self._folder.after_loading()
         tensors: LayerTensors = layer.espalier
         tensors.check_loaded(layer)
         bias = getattr(layer, "bias", None)
-        if self._biases is not None:
-            _check_biases(list(self._modules), self._biases, used=bias is not None)
+        if biases is not None:
+            _check_biases(list(self._modules), biases, used=bias is not None)
         layer.espalier_operands = tensors.operands(layer)
         layer.espalier_biased = None if bias is None else tensors.biased(layer, bias)
 

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from espalier_format.errors import MissingTensorError
-from espalier_format.runtimes.vllm.layer_tensors import loads_from_checkpoint
+from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 
 
 @register_weight_loader_v2_supported_method

@@ -25,14 +25,6 @@ MODULES = (
 KINDS = ("esp_trellis", "esp_suh", "esp_svh")
 
 
-@pytest.fixture(autouse=True)
-def _loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    from espalier_format.runtimes.vllm import bank_tensors, layer_tensors
-
-    for module in (bank_tensors, layer_tensors):
-        monkeypatch.setattr(module, "loads_from_checkpoint", lambda: True)
-
-
 def _torch(draft: Draft, name: str) -> Any:
     import torch
 
@@ -117,6 +109,65 @@ def test_what_does_not_fit_is_named(layer: tuple[Any, Any, Draft]) -> None:
         made.weight.weight_loader(made.weight, torch.zeros(32, 64), "v")
 
 
+def _misshapen(tensor: Any) -> Iterator[Any]:
+    """Larger and smaller along each dimension; the larger ones begin with the tensor itself."""
+    import torch
+
+    for dimension, size in enumerate(tensor.shape):
+        for other in (2 * size, size + 1, size - 1, size // 2):
+            yield torch.cat([tensor, tensor], dimension).narrow(dimension, 0, other).contiguous()
+    yield tensor[None]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_whole_tensor_must_have_the_stated_shape(world: int) -> None:
+    """What a rank cuts out of a larger tensor looks right: without this, it would be decoded, wrongly."""
+    import torch
+
+    from espalier_format.runtimes.vllm.layer_parts import LayerShape, layer_parts
+    from espalier_format.runtimes.vllm.layer_tensors import LayerTensors
+
+    draft = espalier_draft(MODULES[:1], [])
+    for rank in range(world):
+        for shape in (LayerShape(96, 96, (64 // world,), rank, world), LayerShape(96, 96, (64,), 0, 1)):
+            tensors = LayerTensors(layer_parts(parse_quantization_config(draft.block).modules, shape), shape)
+            made = torch.nn.Module()
+            tensors.register(made, torch.float32)
+            for kind in KINDS:
+                parameter, right = getattr(made, kind), _torch(draft, f"q_proj.{kind}")
+                for wrong in _misshapen(right):
+                    with pytest.raises(ShapeError, match=rf"q_proj\.{kind}: the tensor has another shape"):
+                        parameter.weight_loader(parameter, wrong)
+                with pytest.raises(MissingTensorError):
+                    tensors.check_loaded(made)
+                parameter.weight_loader(parameter, right)
+            tensors.check_loaded(made)
+
+
+def test_a_head_of_another_shape() -> None:
+    """Of 64 logits the rank has the first 32."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from espalier_format.runtimes.vllm.folder_check import FolderCheck
+    from espalier_format.runtimes.vllm.head_method import EspalierHeadMethod
+
+    draft = espalier_draft(MODULES[:1], [])
+    config = parse_quantization_config(draft.block)
+    layer = torch.nn.Module()
+    layer.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=32)
+    layer.org_vocab_size, layer.tp_rank, layer.tp_size = 64, 0, 2
+    EspalierHeadMethod("q_proj", config.modules["q_proj"], FolderCheck(config)).create_weights(
+        layer, 96, [32], 96, 64, torch.float32
+    )
+    right = _torch(draft, "q_proj.esp_svh")
+    for wrong in _misshapen(right):
+        with pytest.raises(ShapeError, match=r"q_proj\.esp_svh: the tensor has another shape"):
+            layer.esp_svh.weight_loader(layer.esp_svh, wrong)
+    layer.esp_svh.weight_loader(layer.esp_svh, right)
+
+
 def test_a_scale_that_is_not_finite(layer: tuple[Any, Any, Draft]) -> None:
     import torch
 
@@ -191,6 +242,39 @@ def test_an_expert_that_was_not_loaded_is_named(bank: tuple[Any, Any, Draft], mi
     _load_bank(made, draft, but=f"{BANK}.{missing}")
     with pytest.raises(MissingTensorError, match=missing):
         tensors.operand()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_of_another_shape(bank: tuple[Any, Any, Draft], kind: str) -> None:
+    """Expert 2, of which the rank holds half."""
+    _, made, draft = bank
+    for group, shard, projection in (("w13", "w1", "gate_proj"), ("w2", "w2", "down_proj")):
+        parameter = getattr(made, f"{group}_{kind}")
+        for wrong in _misshapen(_torch(draft, f"{BANK}.2.{projection}.{kind}")):
+            with pytest.raises(ShapeError, match=rf"experts\.2\.{projection}\.{kind}: the tensor has another shape"):
+                parameter.weight_loader(parameter, wrong, "", shard, 2)
+
+
+def test_an_expert_that_was_not_loaded_is_not_zero(bank: tuple[Any, Any, Draft]) -> None:
+    """Were it not named, its output would be NaN: scales of zero would make it vanish without a word."""
+    tensors, made, draft = bank
+    _load_bank(made, draft, but=f"{BANK}.2.down_proj.esp_svh")
+    _, suh, svh = tensors._layout.views(tensors._buffers, "down_proj", 0)
+    assert bool(svh.isnan().all())
+    assert bool(suh.isfinite().all())
+
+
+def test_no_expert_is_not_the_last_one() -> None:
+    """-1 means no expert; used as an index, it is the last."""
+    import torch
+
+    from espalier_format.runtimes.vllm.expert_method import rank_ids
+
+    places = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.tensor([[3, -1], [0, 1], [2, -1]], dtype=dtype)
+        assert rank_ids(ids, places).tolist() == [[1, -1], [-1, 0], [-1, -1]]
+        assert rank_ids(ids, places).dtype in (torch.int32, torch.int64)
 
 
 def test_registering_twice() -> None:
