@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +13,6 @@ from espalier_format.errors import UsageError, WriteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from espalier_format.conformance.report import ConformanceReport
-    from espalier_format.conformance.suite import Options
 
 
 class DecoderKind(StrEnum):
@@ -95,7 +90,8 @@ def conformance(
     """Try a decoder on the known answers of the format, and report by level.
 
     Level 1 opens checkpoints and refuses bad ones, level 2 decodes codes bit for bit and weights within tolerance,
-    level 3 multiplies. Modules of the current folder are found. spec/conformance.md says with what each kind is called.
+    level 3 multiplies. Modules of the current folder are found. The decoder runs in a process of its own: one that ends
+    it shows nothing. spec/conformance.md says with what each kind is called.
     """
     if write is not None:
         if decoder or kind or level or report:
@@ -103,6 +99,7 @@ def conformance(
         return _write(write, as_json=as_json)
     if not decoder:
         raise UsageError("give a decoder (--decoder module:function --kind codes), or --write DIR")
+    from espalier_format.conformance.apart import Request, run_apart  # noqa: PLC0415
     from espalier_format.conformance.suite import Options  # noqa: PLC0415
 
     options = Options(
@@ -112,7 +109,7 @@ def conformance(
         only=tuple(only or ()),
         skip=tuple(skip or ()),
     )
-    result = _run(decoder, kind, level, device, options)
+    result = run_apart(Request(tuple(decoder), None if kind is None else kind.value, level, device, options))
     document = result.to_json()
     if report is not None:
         _save(report, document)
@@ -125,18 +122,6 @@ def conformance(
 
         render_conformance(result)
     return result.exit_code
-
-
-def _run(
-    decoder: list[str], kind: DecoderKind | None, level: int | None, device: str | None, options: Options
-) -> ConformanceReport:
-    from espalier_format.conformance.loading import load_decoders, see_current_folder  # noqa: PLC0415
-    from espalier_format.conformance.runner import run_conformance  # noqa: PLC0415
-
-    see_current_folder()
-    with redirect_stdout(sys.stderr):  # what foreign code prints is no part of the report
-        decoders, names = load_decoders(decoder, None if kind is None else kind.value)
-        return run_conformance(decoders, options=options, device=device, claim=level, names=names)
 
 
 def _write(folder: Path, *, as_json: bool) -> int:

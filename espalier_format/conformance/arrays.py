@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier_format.codec.rounding import OutputDtype
+from espalier_format.conformance.attempt import asked
 from espalier_format.conformance.outcome import Mismatch
 from espalier_format.errors import DependencyError, UsageError
 
@@ -25,12 +26,15 @@ _PATTERNS: Final[dict[str, np.dtype[Any]]] = {
 class Carrier:
     """Hands arrays to a decoder: as numpy arrays where ``device`` is None, else as torch tensors on that device.
 
-    numpy has no bfloat16: there such arrays are uint16 bit patterns. A decoder gets copies, which it may change.
-    Raises DependencyError where torch is not installed, UsageError for a device that torch does not have.
+    numpy has no bfloat16: there such arrays are uint16 bit patterns. A decoder gets copies, and must leave them as
+    they are: a runtime needs its inputs again. Raises DependencyError where torch is not installed, UsageError for a
+    device that torch does not have.
     """
 
     def __init__(self, device: str | None) -> None:
         self.device = device
+        self.given: list[tuple[NDArray[Any] | torch.Tensor, tuple[object, ...]]] = []
+        """What was handed out, and its content then; `changed` compares. To be cleared between cases."""
         if device is None:
             return
         try:
@@ -46,27 +50,51 @@ class Carrier:
     def give(self, array: NDArray[Any]) -> NDArray[Any] | torch.Tensor:
         """Return an array in the decoder's form, with its dtype."""
         if self.device is None:
-            return array.copy()
+            return self._recorded(array.copy())
         import torch  # noqa: PLC0415 - as above
 
-        return torch.from_numpy(array.copy()).to(self.device)
+        return self._recorded(torch.from_numpy(array.copy()))
 
     def give_as(self, array: NDArray[np.float32], dtype: OutputDtype) -> NDArray[Any] | torch.Tensor:
         """Return float32 numbers in another dtype, in which they must be exact."""
         if self.device is not None:
             import torch  # noqa: PLC0415 - as above
 
-            return torch.from_numpy(array.copy()).to(device=self.device, dtype=getattr(torch, dtype))
+            return self._recorded(torch.from_numpy(array.copy()).to(getattr(torch, dtype)))
         if dtype == "bfloat16":
-            return (array.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        return array.astype(dtype)
+            return self._recorded((array.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
+        return self._recorded(array.astype(dtype))
+
+    def changed(self) -> Mismatch | None:
+        """Return what is wrong if something that was handed out is no longer what it was."""
+        for given, content in self.given:
+            # What is left of a tensor whose storage is gone may raise.
+            now = asked(lambda given=given: _content(given), None)  # type: ignore[misc] # bound at once
+            if now != content:
+                return Mismatch("changed its input: an array that it was given", expected="unchanged", got="changed")
+        return None
+
+    def _recorded(self, made: NDArray[Any] | torch.Tensor) -> NDArray[Any] | torch.Tensor:
+        content = _content(made)  # before it is on a device: reading it back would wait
+        if not isinstance(made, np.ndarray):
+            made = made.to(self.device)
+        self.given.append((made, content))
+        return made
 
     def take(self, result: object) -> object:
-        """Return a result where numpy can read it. Waits for the device, and raises what went wrong on it."""
+        """Return a result where numpy can read it. Waits for the device, and raises what went wrong on it.
+
+        What is no array, and cannot be one, is returned as it is.
+        """
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(result, torch.Tensor):
             return result.detach().cpu()
-        return result
+        try:
+            return np.asarray(result)
+        except (TypeError, ValueError):
+            if hasattr(result, "__array__"):
+                raise
+            return result
 
     def dtype(self, name: OutputDtype) -> str | torch.dtype:
         """Return a dtype in the decoder's form: its name, or torch's."""
@@ -76,6 +104,16 @@ class Carrier:
 
         dtype: torch.dtype = getattr(torch, name)
         return dtype
+
+
+def _content(array: NDArray[Any] | torch.Tensor) -> tuple[object, ...]:
+    if isinstance(array, np.ndarray):
+        return array.shape, array.dtype, array.tobytes()
+    import torch  # noqa: PLC0415 - there are torch tensors, so it is there
+
+    # numpy has no bfloat16; bytes of a contiguous tensor are the same in any dtype.
+    flat = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(array.shape), array.dtype, flat.numpy().tobytes()
 
 
 def received(result: object) -> tuple[NDArray[Any], str]:
@@ -93,9 +131,8 @@ def received(result: object) -> tuple[NDArray[Any], str]:
             return result.numpy(), name
         except (TypeError, RuntimeError):  # a dtype or layout that numpy does not have
             return np.empty(0, object), name
-    try:
-        array = np.asarray(result)
-    except (TypeError, ValueError):
+    array = asked(lambda: np.asarray(result), None)
+    if array is None:
         return np.empty(0, object), type(result).__name__
     if array.dtype.name == "bfloat16":
         return array.view(np.uint16), "bfloat16"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from espalier_format.conformance.outcome import Mismatch
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +44,41 @@ def attempt(call: Callable[[], object]) -> Attempt:
     """Call, and return what came of it.
 
     An exception with a string ``code`` is a refusal (every error of `espalier_format.errors` is one), any other a
-    crash, that of ``sys.exit`` too. Interrupts pass through.
+    crash, that of ``sys.exit`` and one that cannot be asked for its code or text too. Interrupts pass through.
     """
     try:
         return Attempt(result=call())
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign program may raise anything
-        code = getattr(error, "code", None)
-        if isinstance(code, str) and code:
-            return Attempt(code=code)
-        line = " ".join(str(error).split())
-        return Attempt(crash=f"{type(error).__name__}: {line}" if line else type(error).__name__)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a foreign program may raise anything
+        code = _code_of(error)
+        return Attempt(code=code) if code else Attempt(crash=described(error))
+
+
+def asked(question: Callable[[], T], otherwise: D) -> T | D:
+    """Return what foreign code answers, or ``otherwise`` where it raises anything but an interrupt."""
+    try:
+        return question()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - properties and methods of foreign objects may raise anything, too
+        return otherwise
+
+
+def described(error: BaseException) -> str:
+    """Return an exception as one line, whatever its ``__str__`` does."""
+    line = asked(lambda: " ".join(str(error).split()), "")
+    name = type(error).__name__
+    return f"{name}: {line}" if line else name
+
+
+def _code_of(error: BaseException) -> str | None:
+    return asked(lambda: _text(getattr(error, "code", None)), None)
+
+
+def _text(value: object) -> str | None:
+    # A string of a class of its own could compare equal to every code.
+    return str.__str__(value) if isinstance(value, str) else None
 
 
 def attempt_folder(call: Callable[[], object]) -> Attempt:
@@ -59,10 +87,14 @@ def attempt_folder(call: Callable[[], object]) -> Attempt:
     Any other result means that the folder was accepted; it is closed if it can be.
     """
     done = attempt(call)
-    if isinstance(done.result, str):
-        return Attempt(code=done.result)
-    close = getattr(done.result, "close", None)
-    if callable(close):
-        with contextlib.suppress(Exception):
-            close()
+    code = asked(lambda: _text(done.result), None)
+    if code is not None:
+        return Attempt(code=code)
+    asked(lambda: _close(done.result), None)
     return done
+
+
+def _close(opened: object) -> None:
+    close = getattr(opened, "close", None)
+    if callable(close):
+        close()

@@ -8,6 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
 
+from espalier_format.conformance.attempt import described
 from espalier_format.conformance.outcome import LEVELS, Kind
 from espalier_format.conformance.suite import Decoder
 from espalier_format.errors import EspalierError, UsageError
@@ -60,8 +61,10 @@ def _module(name: str) -> ModuleType:
         return import_module(name)
     except EspalierError:
         raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a foreign module may raise anything
+        raise UsageError(f"cannot import {name}: {described(error)}") from error
 
 
 def _callable(module: ModuleType, attribute: str, path: str) -> Decoder:
@@ -69,8 +72,10 @@ def _callable(module: ModuleType, attribute: str, path: str) -> Decoder:
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
-        except AttributeError as error:
-            raise UsageError(f"cannot find {path}: {error}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # it may be a property, or a module with a __getattr__
+            raise UsageError(f"cannot find {path}: {described(error)}") from error
     if not callable(found):
         raise UsageError(f"{path} cannot be called", got=type(found).__name__)
     return cast("Decoder", found)

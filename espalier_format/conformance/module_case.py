@@ -16,7 +16,7 @@ from espalier_format.codec.tile import TILE
 from espalier_format.conformance import noise
 from espalier_format.kernels import numpy_decoder, reference
 
-Scales = Literal["usual", "small", "zero", "padding", "ties", "subnormal", "overflow", "nan", "infinite"]
+Scales = Literal["usual", "small", "zero", "padding", "ties", "subnormal", "steep", "overflow", "nan", "infinite"]
 """What the scales of a module are like; `ModuleCase.scales` says it of each."""
 
 DTYPES: Final[tuple[OutputDtype, ...]] = ("float32", "float16", "bfloat16")
@@ -35,8 +35,9 @@ class ModuleCase:
     scales: Scales = "usual"
     """"usual" and "small": `noise.scales` with and without a large one in suh. "zero": svh is zero. "padding": usual,
     with numbers in the padding. "ties": 1 + k/1024 in suh, 1 in svh. "subnormal": so small that float16 weights are
-    subnormal. "overflow": so large that float16 weights overflow. "nan": one in suh. "infinite": one in the padding of
-    svh."""
+    subnormal. "steep": at least 2^15 in suh and tiny in svh, so that inputs times suh overflow float16 and weights and
+    outputs do not. "overflow": so large that float16 weights overflow. "nan": one in suh. "infinite": one in the
+    padding of svh."""
 
     @property
     def book(self) -> Codebook:
@@ -116,6 +117,10 @@ def _tensors(case: ModuleCase) -> ModuleTensors:
         case "subnormal":
             suh *= np.float16(2**-4)
             svh *= np.float16(2**-6)
+        case "steep":
+            patterns = noise.halfwords(f"{case.label}/suh", case.in_features)
+            suh[: case.in_features] = (patterns & 0x83FF | 0x7800).view(np.float16)
+            svh *= np.float16(2**-13)
         case "overflow":
             suh[: case.in_features] = svh[: case.out_features] = 300
         case "nan":

@@ -30,12 +30,14 @@ def scales(label: str, padded: int, true: int, *, large: bool) -> NDArray[np.flo
 
     Of either sign, with magnitudes from 2^-7 to 2^-3. `SPECIAL_SCALES` stand from index 3 on where there is room;
     only where ``large`` is 255.9 among them, else 1 - ulp / 2 in its place: two large ones would overflow float16.
+    A side of one channel has none of them: the zero would stand first, and hide whatever is wrong with the module.
     """
     patterns = np.zeros(padded, np.uint16)
     patterns[:true] = halfwords(label, true) & 0x8FFF | 0x2000
-    special = [pattern if large or pattern != 0x5BFF else 0x3BFF for pattern in SPECIAL_SCALES]
-    start = 3 if true > 12 else 0
-    patterns[start : min(start + len(special), true)] = special[: true - start]
+    if true > 1:
+        special = [pattern if large or pattern != 0x5BFF else 0x3BFF for pattern in SPECIAL_SCALES]
+        start = 3 if true > 12 else 0
+        patterns[start : min(start + len(special), true)] = special[: true - start]
     return patterns.view(np.float16)
 
 

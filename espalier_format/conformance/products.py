@@ -36,6 +36,8 @@ _EDGES: Final[tuple[tuple[str, int, bool, Inputs], ...]] = (
     ("edge/all-outputs-zero", 3, True, "usual"),
     ("edge/numbers-in-the-padding", 5, True, "usual"),
     ("edge/numbers-in-the-padding-unrotated", 2, False, "usual"),
+    ("edge/steep-scales", 4, False, "usual"),
+    ("edge/steep-scales-rotated", 9, True, "usual"),
     ("edge/one-by-one", 1, True, "usual"),
     ("edge/one-output", 7, False, "usual"),
     ("edge/one-input", 3, True, "usual"),

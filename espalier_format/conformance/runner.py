@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from espalier_format.conformance.attempt import asked
 from espalier_format.conformance.bench import Bench
 from espalier_format.conformance.outcome import LEVELS, CaseResult, Kind
 from espalier_format.conformance.report import ConformanceReport, KindResult
@@ -57,5 +58,9 @@ def run_conformance(
 def _name(decoder: Decoder, kind: Kind, names: Mapping[Kind, str] | None) -> str:
     if names is not None and kind in names:
         return names[kind]
+    return asked(lambda: _own_name(decoder), f"a {type(decoder).__name__}")
+
+
+def _own_name(decoder: Decoder) -> str:
     module, function = getattr(decoder, "__module__", None), getattr(decoder, "__qualname__", None)
     return f"{module}:{function}" if module and function else repr(decoder)

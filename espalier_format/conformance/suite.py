@@ -64,8 +64,10 @@ class Case:
     check: Callable[[Decoder, Bench], Mismatch | None]
 
     def run(self, decoder: Decoder, bench: Bench) -> CaseResult:
-        """Call the decoder and judge what it does."""
-        return CaseResult(self.name, self.kind, self.check(decoder, bench))
+        """Call the decoder and judge what it does; one that is right but changes its inputs is wrong, too."""
+        bench.carrier.given.clear()
+        mismatch = self.check(decoder, bench)
+        return CaseResult(self.name, self.kind, mismatch or bench.carrier.changed())
 
 
 def cases_of(kind: Kind, options: Options) -> Iterator[Case]:

@@ -31,11 +31,12 @@ def write_kit(folder: str | Path) -> WrittenKit:
         DigestError: a file is not what the specification says it is, so this installation is damaged.
     """
     root = Path(folder)
-    if (root.exists() and not root.is_dir()) or (root.is_dir() and any(root.iterdir())):
-        raise OutputExistsError("the kit needs a folder that is new or empty", path=root)
     pinned = pinned_hashes()
     files = size = 0
     try:
+        if ".." in root.parts:  # "absent/../full" is "full": nothing must be made to find that out
+            root = root.resolve()
+        _make_empty(root)
         for name, data in kit_files():
             if name != KIT_FILE and sha256(data).hexdigest() != pinned.get(name):
                 text = "a file of the kit is not what the specification says it is; install the package again"
@@ -44,6 +45,21 @@ def write_kit(folder: str | Path) -> WrittenKit:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
             files, size = files + 1, size + len(data)
+    except OutputExistsError:
+        raise
+    except ValueError as error:  # a null byte in the name
+        raise WriteError(f"cannot write the kit: {error}", path=root) from error
     except OSError as error:
         raise WriteError(f"cannot write the kit: {error.strerror or error}", path=error.filename) from error
     return WrittenKit(root, files, size)
+
+
+def _make_empty(root: Path) -> None:
+    text = "the kit needs a folder that is new or empty"
+    try:
+        # Made first, and looked at then: what is there in between counts.
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise OutputExistsError(text, path=root) from error
+    if any(root.iterdir()):
+        raise OutputExistsError(text, path=root)

@@ -18,9 +18,12 @@ Run = Callable[..., Any]
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with a module of decoders."""
     (tmp_path / "kit_decoders.py").write_text(
-        "from espalier_format.conformance.adapters import numpy_adapter\n"
+        "import os, signal\nfrom espalier_format.conformance.adapters import numpy_adapter\n"
         "def wrong(*arguments):\n    return numpy_adapter.codes(*arguments) + 1\n"
         "def crash(*arguments):\n    raise ValueError('bad\\x1b[31m')\n"
+        "def leave(*arguments):\n    os._exit(0)\n"
+        "def die(*arguments):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def interrupted(*arguments):\n    raise KeyboardInterrupt\n"
         "def talkative(*arguments):\n    print('decoding')\n    return numpy_adapter.codes(*arguments)\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -59,19 +62,51 @@ def test_text_of_a_decoder_cannot_act_on_a_terminal(run: Run, own: Path) -> None
     assert outcome.err == "failed codes/int6@4: raised ValueError: bad\\x1b[31m\n"
 
 
-def test_what_a_decoder_prints_does_not_spoil_the_document(run: Run, own: Path) -> None:
+def test_what_a_decoder_prints_does_not_spoil_the_document(run_process: Run, own: Path) -> None:
     few = ("--kind", "codes", "--only", "codes/int6@4")
-    outcome = run("conformance", "--decoder", "kit_decoders:talkative", *few, "--json")
+    outcome = run_process("conformance", "--decoder", "kit_decoders:talkative", *few, "--json")
     assert outcome.code == 0
     assert outcome.document["cases"] == 1
     assert outcome.err == "decoding\n"
+
+
+@pytest.mark.parametrize(("decoder", "how"), [("leave", "exit status 0"), ("die", "signal 9")])
+def test_a_decoder_that_ends_its_process_shows_nothing(run: Run, own: Path, decoder: str, how: str) -> None:
+    few = ("--kind", "codes", "--only", "codes/int6@4")
+    outcome = run("conformance", "--decoder", f"kit_decoders:{decoder}", *few, "--report", own / "report.json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == f"error[usage]: a decoder ended its process before the kit was through (got {how})\n"
+    assert not (own / "report.json").exists()
+
+
+def test_an_import_that_ends_its_process_shows_nothing(run: Run, own: Path) -> None:
+    (own / "leaving_decoder.py").write_text("import os\nos._exit(0)\n")
+    assert run("conformance", "--decoder", "leaving_decoder:f", "--kind", "codes").code == 2
+
+
+def test_an_interrupt_of_a_decoder_is_one_of_the_command(run: Run, own: Path) -> None:
+    outcome = run("conformance", "--decoder", "kit_decoders:interrupted", "--kind", "codes")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+
+
+def test_errors_of_the_other_process_are_those_of_this_one(run: Run, own: Path) -> None:
+    (own / "needy_decoder.py").write_text(
+        "from espalier_format.errors import DependencyError\n"
+        "class Own(DependencyError):\n    pass\n"
+        "raise Own('needs x', path='a/b', expected=['x', 1], got=object)\n"
+    )
+    outcome = run("conformance", "--decoder", "needy_decoder:f", "--kind", "codes", "--debug")
+    assert outcome.code == 2
+    last = outcome.err.splitlines()[-1]
+    assert last == "error[missing-dependency]: a/b: needs x (expected ['x', 1], got <class 'object'>)"
+    assert "needy_decoder.py" in outcome.err  # the traceback of the other process
 
 
 def test_many_failures_are_cut_short(run: Run, own: Path) -> None:
     outcome = run("conformance", "--decoder", "kit_decoders:crash", "--kind", "matmul", "--dtype", "float32")
     lines = outcome.err.splitlines()
     assert len(lines) == 51
-    assert lines[-1] == "and 40 more; --json lists all"
+    assert lines[-1] == "and 42 more; --json lists all"
 
 
 def test_json_and_a_report(run: Run, own: Path) -> None:
@@ -153,6 +188,9 @@ def test_writing_the_kit(run: Run, tmp_path: Path) -> None:
     files = [path for path in (tmp_path / "kit").rglob("*") if path.is_file()]
     assert outcome.document["files"] == len(files)
     assert outcome.document["bytes"] == sum(path.stat().st_size for path in files)
+    again = run("conformance", "--write", f"{tmp_path}/absent/../kit")
+    assert again.code == 2
+    assert again.err.startswith("error[output-exists]: ")
     again = run("conformance", "--write", tmp_path / "kit")
     assert again.code == 2
     assert again.err.startswith("error[output-exists]: ")

@@ -101,6 +101,35 @@ def test_zero_scales_of_both_signs_and_subnormal_ones(kit: Path) -> None:
     assert len(padding) == 2
 
 
+def test_only_what_is_meant_to_be_zero_is_zero(kit: Path) -> None:
+    """Any decoder is right about a weight without a number in it."""
+    tensors = load_file(kit / "weights.safetensors")
+    weights = {case["name"]: case["tensors"]["weight"] for case in cases(kit, "weights") if "weight" in case["tensors"]}
+    zero = {name for name, weight in weights.items() if not tensors[weight].any()}
+    assert zero == {"edge/all-outputs-zero"}
+    products = load_file(kit / "matmul.safetensors")
+    zero = set()
+    for case in cases(kit, "matmul"):
+        names = case["tensors"]
+        bias = products[names["bias"]] if "bias" in names else 0
+        if (products[names["y"]] == bias).all():
+            zero.add(case["name"])
+    assert len(zero) == 3
+    assert all("all-outputs-zero" in name or "zero-inputs" in name for name in zero)
+
+
+def test_inputs_times_suh_overflow_float16_where_outputs_do_not(kit: Path) -> None:
+    tensors = load_file(kit / "matmul.safetensors")
+    steep = [case for case in cases(kit, "matmul") if "steep" in case["name"]]
+    assert len(steep) == 2
+    for case in steep:
+        names = case["tensors"]
+        scaled = tensors[names["x"]] * tensors[names["suh"]][: case["in_features"]].astype(np.float32)
+        assert (np.abs(scaled).max(axis=1) > 65504).all()
+        assert "float16" in case["dtypes"]
+        assert 0.5 < np.abs(tensors[names["y"]]).max() < 1000
+
+
 def test_each_trellis_of_codes_visits_every_state(kit: Path) -> None:
     """`unpack_states` is compared with the independent decoder in tests/spec."""
     tensors = load_file(kit / "codes.safetensors")
@@ -208,7 +237,8 @@ def test_keys_are_those_of_the_page(kit: Path, kind: str) -> None:
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("x")
-    for target in (tmp_path, tmp_path / "precious.txt"):
+    around = tmp_path / "absent" / ".." / ".." / tmp_path.name
+    for target in (tmp_path, tmp_path / "precious.txt", tmp_path / "precious.txt" / "kit", around):
         with pytest.raises(OutputExistsError):
             write_kit(target)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
@@ -219,6 +249,13 @@ def test_a_kit_that_drifts_is_not_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("espalier_format.conformance.writer.pinned_hashes", lambda: pins)
     with pytest.raises(DigestError, match=r"open\.json"):
         write_kit(tmp_path / "kit")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "null\0byte"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WriteError, match="cannot write the kit"):
+        write_kit(tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_a_run_of_several_kinds() -> None:
     assert {kind.kind: kind.passed for kind in report.kinds} == {
         "open": 4, "verify": 0, "codes": 3, "weights": 3, "load": 3, "matmul": 12, "experts": 0,
     }  # fmt: skip
-    assert report.skipped == 1454 - 42 - len(report.results)  # 42 are for readers of EXL3
+    assert report.skipped == 1466 - 42 - len(report.results)  # 42 are for readers of EXL3
     assert report.kinds[2].decoder == f"{ADAPTER}:codes"
     assert report.to_json()["failures"] == []
 
@@ -84,14 +84,52 @@ def test_a_failure_as_json() -> None:
     assert int(failure["got"]) == int(failure["expected"]) + 1
 
 
-def test_decoders_get_copies_that_they_may_change() -> None:
+def test_a_decoder_that_changes_its_input_is_wrong() -> None:
     def greedy(trellis: np.ndarray, codebook: str) -> np.ndarray:
         codes = numpy_adapter.codes(trellis, codebook)
-        trellis[:] = 0
+        trellis[-1, -1, -1] ^= 1
         return codes
 
-    for _ in range(2):
-        assert run_conformance({"codes": greedy}, options=FEW).exit_code == 0
+    def scaling(x: np.ndarray, *rest: Any) -> np.ndarray:
+        product = numpy_adapter.matmul(x, *rest)
+        if x.dtype == np.float16:
+            x.shape = (x.size,)
+        return product
+
+    report = run_conformance({"codes": greedy, "matmul": scaling}, options=FEW)
+    wrong = {result.case for result in report.results if result.mismatch is not None}
+    halves = {
+        result.case for result in report.results if result.case.startswith("matmul/") and "float16" in result.case
+    }
+    assert wrong == {result.case for result in report.results if result.kind == "codes"} | {
+        case for case in halves if case.endswith("/float16")
+    }
+    assert {result.mismatch.message for result in report.failures if result.mismatch} == {
+        "changed its input: an array that it was given"
+    }
+    # What a decoder gets is a copy: the kit is what it was.
+    assert run_conformance({"codes": numpy_adapter.codes, "matmul": numpy_adapter.matmul}, options=FEW).exit_code == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_decoder_that_changes_a_tensor_is_wrong(dtype: Any) -> None:
+    pytest.importorskip("torch")
+    from espalier_format.conformance.adapters import torch_adapter
+
+    def scaling(x: Any, *rest: Any) -> Any:
+        product = torch_adapter.matmul(x, *rest)
+        x.neg_()
+        return product
+
+    def shrinking(trellis: Any, codebook: str) -> Any:
+        codes = torch_adapter.codes(trellis, codebook)
+        trellis.resize_(0)
+        return codes
+
+    options = Options(only=("matmul/int6@4/*", "codes/int6@4"), dtypes=(dtype,))
+    report = run_conformance({"codes": shrinking, "matmul": scaling}, options=options, device="cpu")
+    assert len(report.failures) == len(report.results) > 1
+    assert all("changed its input" in result.mismatch.message for result in report.failures if result.mismatch)
 
 
 def test_what_numpy_decoders_get() -> None:
@@ -145,7 +183,7 @@ def test_only_some_output_formats() -> None:
         return numpy_adapter.weights(*arguments)
 
     report = run_conformance({"weights": no_float16}, options=Options(dtypes=("bfloat16",)))
-    assert (report.exit_code, len(report.results), report.skipped) == (0, 194, 0)
+    assert (report.exit_code, len(report.results), report.skipped) == (0, 196, 0)
 
 
 def test_a_folder_may_be_refused_by_a_returned_code() -> None:

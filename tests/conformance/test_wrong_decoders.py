@@ -5,6 +5,7 @@ Each is the numpy decoder with one mistake. That right ones pass is in test_own_
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from espalier_format.codec.rotation import padded
 from espalier_format.conformance import Options, run_conformance
 from espalier_format.conformance.adapters import numpy_adapter
 from espalier_format.conformance.outcome import Kind, Mismatch
+from espalier_format.conformance.refusals import refusal_cases
 from espalier_format.errors import ScaleOverflowError
 from espalier_format.kernels import reference
 
@@ -314,6 +316,28 @@ def test_a_product_with_inputs_in_float16_loses_large_and_tiny_ones() -> None:
         report = run_conformance({"matmul": through_float16}, options=Options(only=(case,)))
         assert len(report.results) == len(report.failures) == 2
     assert passes("matmul", through_float16, "matmul/*-unit-inputs*/float32")
+
+
+def test_a_product_that_scales_its_inputs_in_float16() -> None:
+    def unscaled(x: np.ndarray, t: Any, suh: np.ndarray, *rest: Any) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = x * suh[: x.shape[1]]
+        assert scaled.dtype == np.float16
+        return numpy_adapter.matmul(scaled, t, np.ones_like(suh), *rest)
+
+    report = run_conformance(
+        {"matmul": unscaled}, options=Options(only=("matmul/edge/steep-scales*",), dtypes=("float16",))
+    )
+    assert len(report.failures) == len(report.results) == 2
+
+
+def test_a_reader_that_does_not_compare_the_header_with_the_file() -> None:
+    """What there is of the header is no JSON; it would say malformed, or that the data ends too early."""
+    (refusal,) = [case for case in refusal_cases() if case.name == "header-truncated"]
+    data = refusal.files["model.safetensors"]
+    assert int.from_bytes(data[:8], "little") > len(data) - 8
+    with pytest.raises(ValueError, match=r"delimiter|Expecting|Unterminated"):
+        json.loads(data[8:])
 
 
 def test_one_wrong_weight_shows_in_products_with_unit_vectors() -> None:

@@ -23,6 +23,8 @@ from espalier_format.codec.codebook import CODEBOOKS, get_codebook
 from espalier_format.container.hashing import GIT_BLOB_MAX_BYTES
 from espalier_format.container.header import DTYPE_BITS
 from espalier_format.container.json_document import parse_json
+from espalier_format.container.lfs_pointer import POINTER_BEGINNING
+from espalier_format.container.names import PROGRESS_NAME
 from espalier_format.converters.exl3_listing import tensor_list_sha256
 from espalier_format.kernels import reference
 from espalier_format.schema.config import (
@@ -90,6 +92,14 @@ def test_limits() -> None:
     assert stated == {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
     assert f"N ≤ {limits.MAX_HEADER_BYTES:,}" in text("espalier-v1.md")
     assert f"header of more than {limits.MAX_WRITTEN_HEADER_BYTES:,} bytes" in text("espalier-v1.md")
+
+
+def test_what_a_git_lfs_pointer_begins_with() -> None:
+    assert f"ASCII text `{POINTER_BEGINNING.decode('ascii')}`: that is a Git LFS pointer" in text("espalier-v1.md")
+
+
+def test_sign_of_a_writer_that_has_not_finished() -> None:
+    assert f"an entry `{PROGRESS_NAME}`" in flat(sections("exl3.md")["1"])
 
 
 def test_dtypes() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from espalier_format.conformance.adapters.banks import load_bank
 from espalier_format.errors import NonFiniteScaleError, ScaleOverflowError
 from espalier_format.kernels import ops  # noqa: F401 - registers the operators
+from espalier_format.kernels.expert_bank import expert_bank
 
-__all__ = ["codes", "matmul", "weights"]
+__all__ = ["codes", "experts", "matmul", "weights"]
 
 
 def codes(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
@@ -59,4 +61,21 @@ def matmul(
     result: torch.Tensor = torch.ops.espalier_format.matmul(
         x, trellis, suh, svh, bias, codebook, rotation_in, rotation_out, in_features, out_features
     )
+    return result
+
+
+def experts(
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, folder: str, bank: str
+) -> torch.Tensor:
+    """Return the outputs of an expert bank of a checkpoint: those of the operator, for banks without plain experts.
+
+    The operator takes no plain experts; with them, `espalier_format.kernels.expert_bank.expert_bank` computes all.
+    """
+    operand = load_bank(folder, bank, x.device)
+    if operand.plain:
+        return expert_bank(x, expert_ids, expert_weights, operand)
+    result: torch.Tensor = torch.ops.espalier_format.expert_bank(
+        x, expert_ids, expert_weights, operand.trellis, operand.scales, operand.offsets, operand.codebook_index,
+        operand.layout.spelling,
+    )  # fmt: skip
     return result
