@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from espalier_format.checkpoint.module import expect_scales
-from espalier_format.errors import MissingTensorError, ShapeError, SourceError
+from espalier_format.errors import DuplicateTensorError, MissingTensorError, ShapeError, SourceError
 from espalier_format.kernels.expert_bank import ExpertBankOperand
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS
 from espalier_format.runtimes.transformers.experts import BankPlan, QuantizedExperts
@@ -93,6 +93,32 @@ def bank_tensors(checkpoint: Checkpoint, name: str, bank: ExpertBank) -> Iterato
                 tensor = f"{name}.{expert}.{projection}.{kind}"
                 if tensor in checkpoint.tensors:
                     yield tensor
+
+
+def bank_sources(checkpoint: Checkpoint, name: str, plan: BankPlan) -> dict[str, tuple[int, ...] | None]:
+    """Return the tensors of a bank that are used, or may stand beside one that is: by their names in the checkpoint.
+
+    The values are shapes that plain copies of quantized weights must have, and None for what is checked elsewhere.
+
+    Raises:
+        DuplicateTensorError: a plain expert is stored for itself and in a tensor for all experts.
+    """
+    found: dict[str, tuple[int, ...] | None] = {}
+    for projection, sizes in plan.layout().projections.items():
+        fused = f"{name}.{_FUSED[projection][0]}"
+        for expert, codebook in enumerate(sizes.codebooks):
+            module = f"{name}.{expert}.{projection}"
+            if codebook is not None:
+                found.update(dict.fromkeys(f"{module}.{kind}" for kind in ("esp_trellis", "esp_suh", "esp_svh")))
+                found[f"{module}.weight"] = (sizes.out_features, sizes.in_features)
+                continue
+            used = f"{module}.weight" if f"{module}.weight" in checkpoint.tensors else fused
+            if used != fused and fused in checkpoint.tensors:
+                raise DuplicateTensorError(
+                    f"{fused} holds the same expert", path=checkpoint.folder.root, tensor=f"{module}.weight"
+                )
+            found[used] = None
+    return found
 
 
 def read_bank(checkpoint: Checkpoint, name: str, plan: BankPlan, dtype: torch.dtype) -> ExpertBankOperand:

@@ -14,7 +14,7 @@ from espalier_format.kernels.expert_bank import ExpertBankOperand, expert_bank
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS, ExpertBankLayout
 from espalier_format.runtimes.transformers.linear import apply_but_cast, is_offloaded
 
-BUFFERS: Final = ("trellis", "scales", "offsets", "codebook_index")
+BUFFERS: Final = ("trellis", "scales")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,9 @@ def load(path: str | Path, *, model_class: Any = AutoModelForCausalLM, **kwargs:
     ``from_pretrained`` itself refuses the same checkpoints, as long as config.json says that they are Espalier. Where
     somebody has removed the block transformers asks nobody, and only ``load`` notices.
 
+    Two experts of equal width whose places in an assignment are swapped are an assignment as good as any other: only
+    the manifest knows which is right, and it is not read here. ``espalier-format verify`` does that.
+
     Raises:
         RefusedError: one of its subclasses; the folder is not an Espalier checkpoint of version 1, or unreadable.
         InconsistentError: one of its subclasses; the checkpoint contradicts itself, or the model.

@@ -41,9 +41,9 @@ class LoadingCheck:
             raise _unknown_release()
         setattr(model, _ACCOUNT, self._check)
 
-    def finish(self) -> None:
-        """Raise DependencyError if transformers has made no account: nobody knows what it loaded."""
-        if not self.passed:
+    def finish(self, *, named: bool) -> None:
+        """Raise DependencyError if transformers has made no account, or named nothing: nobody knows what it loaded."""
+        if not (self.passed and named):
             raise _unknown_release()
 
     def _check(self, account: Any) -> None:

@@ -13,8 +13,10 @@ from espalier_format.kernels.linear import FLOATS
 from espalier_format.runtimes.transformers.banks import read_bank
 from espalier_format.runtimes.transformers.dtypes import cast_tensors, wanted_dtypes
 from espalier_format.runtimes.transformers.experts import QuantizedExperts
+from espalier_format.runtimes.transformers.linear import QuantizedLinear
 from espalier_format.runtimes.transformers.loading import LoadingCheck
 from espalier_format.runtimes.transformers.names import IgnoredNames, ModelNames
+from espalier_format.runtimes.transformers.places import check_overflow, find_sources
 from espalier_format.runtimes.transformers.replacement import Replacement, replace_modules
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class EspalierQuantizer(HfQuantizer):
         self._check: LoadingCheck | None = None
         self._dtype = FLOATS[0]
         self._dtypes: dict[str, torch.dtype] = {}
+        self._model: nn.Module | None = None
+        self._sources: dict[str, list[str]] | None = None
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype asked for; UsageError for one that no matrix product is made in."""
@@ -80,19 +84,37 @@ class EspalierQuantizer(HfQuantizer):
         self._replacement = replacement
         self._dtypes = wanted_dtypes(model, self._dtype)
         self._check = LoadingCheck(model, folder, replacement.accounted)
+        self._model = model
+        self._sources = None
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Check what each tensor of the checkpoint fills, now that transformers knows how it is going to rename."""
+        update: Any = super().update_weight_conversions
+        conversions: list[Any] = update(weight_conversions, *args)
+        # The argument that follows depends on the release. Adapters may ask as well, once the model is loaded.
+        if self._model is not None and self._folder is not None:
+            with open_checkpoint(self._folder) as checkpoint:
+                self._sources = find_sources(self._model, checkpoint, self._replacement, conversions)
+            self._model = None
+        return conversions
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         """Read the experts, freeze the model, and make sure that nothing is missing."""
         check, folder = self._check, self._folder
         if check is None or folder is None:
             raise UsageError("the model was not loaded from a checkpoint")
-        check.finish()
+        check.finish(named=self._sources is not None)
         self._check = None
         cast_tensors(model, self._dtypes)
-        if self._replacement.banks:
-            with open_checkpoint(folder) as checkpoint:
-                for name, place in self._replacement.banks.items():
-                    self._fill(model.get_submodule(place), checkpoint, name)
+        with open_checkpoint(folder) as checkpoint:
+            check_overflow(model, checkpoint, self._sources or {})
+            for name, place in self._replacement.banks.items():
+                self._fill(model.get_submodule(place), checkpoint, name)
+        self._sources = None
+        outputs = getattr(model, "get_output_embeddings", None)
+        if outputs is not None and isinstance(outputs(), QuantizedLinear):
+            # transformers would resize the embedding, and only then find that the head has no weight.
+            vars(model)["resize_token_embeddings"] = _no_resizing
         # Nothing here has a gradient; so autograd need not remember the activations.
         model.requires_grad_(False)
         return model
@@ -135,6 +157,10 @@ class EspalierQuantizer(HfQuantizer):
                     f"transformers reads {', '.join(sorted(read)[:3])} and not {shard.name}, which has weights as well",
                     path=root,
                 )
+
+
+def _no_resizing(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError("the vocabulary of a model with a quantized head cannot be resized")
 
 
 def _local_files(checkpoint_files: Sequence[str] | None) -> list[Path]:

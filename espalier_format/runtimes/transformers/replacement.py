@@ -10,7 +10,7 @@ from torch import nn
 from espalier_format.checkpoint.module import expect_scales
 from espalier_format.converters.hf_architectures import ARCHITECTURES, Join, model_types
 from espalier_format.errors import SchemaError, ShapeError, SourceError, UnexpectedTensorError, UnknownSizeError
-from espalier_format.runtimes.transformers.banks import bank_module, bank_tensors
+from espalier_format.runtimes.transformers.banks import bank_module, bank_sources, bank_tensors
 from espalier_format.runtimes.transformers.linear import JoinedLinear, QuantizedLinear
 from espalier_format.runtimes.transformers.names import IgnoredNames, ModelNames, canonical
 from espalier_format.runtimes.transformers.sizes import check_sizes
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 class Replacement:
     """What was put into a model.
 
-    ``linears`` are the modules of the checkpoint that have become layers, ``banks`` maps the prefix of a bank in the
-    checkpoint to the module in the model. ``accounted`` holds the canonical names of tensors that transformers has no
-    place for and that are used, or given up, all the same: those of experts, and plain copies of quantized weights.
+    ``banks`` maps the prefix of a bank in the checkpoint to the module in the model. ``accounted`` holds the canonical
+    names of tensors that transformers has no place for and that are used, or given up, all the same: those of experts,
+    and plain copies of quantized weights. ``beside`` holds the names that these have in the checkpoint, each with the
+    shape that it must have, None where that is checked elsewhere (spec/espalier-v1.md §5: a plain weight may stand
+    beside the quantized one).
     """
 
-    linears: tuple[str, ...] = ()
     banks: dict[str, str] = field(default_factory=dict)
     accounted: frozenset[str] = frozenset()
+    beside: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
 
 
 def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
@@ -58,6 +60,7 @@ def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
     linears: list[str] = []
     parts: list[str] = []
     accounted: set[str] = set()
+    beside: dict[str, tuple[int, ...] | None] = {}
     for name, spec in quantization.modules.items():
         place = places.find(name)
         if place is not None:
@@ -67,8 +70,10 @@ def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
                     path=checkpoint.folder.root,
                     tensor=f"{name}.esp_trellis",
                 )
-            _set(model, place, _quantized(name, spec, _linear(model, place, name)))
+            layer = _quantized(name, spec, _linear(model, place, name))
+            _set(model, place, layer)
             linears.append(name)
+            beside[f"{name}.weight"] = (layer.out_features, layer.in_features)
         elif f"{name}.esp_trellis" not in ignored:
             parts.append(name)
         accounted.add(canonical(f"{name}.weight"))
@@ -76,16 +81,22 @@ def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
     for name, bank in quantization.expert_banks.items():
         place = places.find(name)
         if place is not None:
-            _set(model, place, bank_module(checkpoint, name, bank, model.get_submodule(place)))
+            experts = bank_module(checkpoint, name, bank, model.get_submodule(place))
+            _set(model, place, experts)
             banks[name] = place
+            beside.update(bank_sources(checkpoint, name, experts.plan))
             accounted.update(map(canonical, bank_tensors(checkpoint, name, bank)))
         elif f"{name}.0.up_proj.esp_trellis" not in ignored:
             raise UnexpectedTensorError("the model has no such experts", path=checkpoint.folder.root, tensor=name)
     joined = _join_parts(model, checkpoint, parts, quantization.modules, places)
     accounted.update(canonical(f"{name}.{kind}") for name in joined for kind in ("weight", "bias"))
-    used = tuple(linears + parts)
-    _check_scales(checkpoint, used)
-    return Replacement(used, banks, frozenset(accounted))
+    for name, (inputs, outputs) in joined.items():
+        beside |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+    for name in parts:
+        spec = quantization.modules[name]
+        beside[f"{name}.weight"] = (spec.out_features, spec.in_features)
+    _check_scales(checkpoint, (*linears, *parts))
+    return Replacement(banks, frozenset(accounted), beside)
 
 
 def _join_parts(
@@ -94,13 +105,16 @@ def _join_parts(
     names: list[str],
     modules: Mapping[str, ModuleSpec],
     places: ModelNames,
-) -> list[str]:
-    """Put together layers that the checkpoint stores in parts; return their names as the checkpoint would have them."""
+) -> dict[str, tuple[int, int]]:
+    """Put together layers that the checkpoint stores in parts.
+
+    Return the names that the checkpoint would have for them, each with its number of inputs and outputs.
+    """
     joins = [
         join for kind in model_types(checkpoint.config) if kind in ARCHITECTURES for join in ARCHITECTURES[kind].joins
     ]
     done: set[str] = set()
-    joined: list[str] = []
+    joined: dict[str, tuple[int, int]] = {}
     for name in names:
         parent, _, part = name.rpartition(".")
         join = next((join for join in joins if part in join.parts and join.parent.fullmatch(parent)), None)
@@ -111,8 +125,9 @@ def _join_parts(
             )
         if place not in done:
             done.add(place)
-            joined.append(f"{parent}.{join.fused}")
-            _set(model, place, _joined(model, place, parent, join, modules))
+            layer = _joined(model, place, parent, join, modules)
+            _set(model, place, layer)
+            joined[f"{parent}.{join.fused}"] = (layer.in_features, layer.out_features)
     return joined
 
 

@@ -149,6 +149,7 @@ def test_transformers_has_the_hooks_that_are_used() -> None:
         "is_serializable",
         "update_dtype",
         "update_device_map",
+        "update_weight_conversions",
         "_dequantize",
     }
     assert isinstance(HfQuantizer.is_trainable, property)

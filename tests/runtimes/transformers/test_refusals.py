@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -100,6 +101,11 @@ def one_too_many(draft: Draft) -> None:
     draft.index["weight_map"]["model.bias"] = min(draft.shards)
 
 
+def again(draft: Draft, name: str, other: str) -> None:
+    """Store other values of a tensor under another name that transformers takes for the same."""
+    draft[other] = bf16(np.full(draft[name].shape, 3.0))
+
+
 Spoil = Callable[[Draft], Any]
 CASES: dict[str, tuple[str, type[EspalierError], Spoil]] = {
     "version": ("llama", errors.FormatVersionError, lambda d: d.block.update(format_version=2)),
@@ -149,6 +155,65 @@ CASES: dict[str, tuple[str, type[EspalierError], Spoil]] = {
     "number-of-experts": ("moe", errors.ShapeError, lambda d: config(d).update(num_local_experts=5)),
     "activation": ("moe", errors.SourceError, lambda d: config(d).update(hidden_act="gelu")),
     "tied": ("llama", errors.SchemaError, lambda d: config(d).update(tie_word_embeddings=True)),
+    "second-embedding": (
+        "llama", errors.DuplicateTensorError,
+        lambda d: again(d, "model.embed_tokens.weight", "embed_tokens.weight"),
+    ),
+    "second-norm": (
+        "llama", errors.DuplicateTensorError,
+        lambda d: again(d, "model.layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight"),
+    ),
+    "second-last-norm": (
+        "llama", errors.DuplicateTensorError, lambda d: again(d, "model.norm.weight", "norm.weight"),
+    ),
+    "prefix-twice": (
+        "llama", errors.DuplicateTensorError,
+        lambda d: again(d, "model.embed_tokens.weight", "model.model.embed_tokens.weight"),
+    ),
+    "second-bias": (
+        "qwen2", errors.DuplicateTensorError,
+        lambda d: again(d, f"{Q_PROJ}.bias", "layers.0.self_attn.q_proj.bias"),
+    ),
+    "second-router": (
+        "moe", errors.DuplicateTensorError,
+        lambda d: again(d, "model.layers.0.mlp.gate.weight", "layers.0.mlp.gate.weight"),
+    ),
+    "expert-one-by-one-and-fused": (
+        "moe-down", errors.DuplicateTensorError,
+        lambda d: d.__setitem__(f"{EXPERTS}.gate_up_proj", bf16(np.zeros((4, 96, 64)))),
+    ),
+    "more-experts": (
+        "moe", errors.UnexpectedTensorError,
+        lambda d: d.__setitem__(f"{EXPERTS}.7.up_proj.weight", bf16(np.zeros((48, 64)))),
+    ),
+    "expert-under-a-second-name": (
+        "moe", errors.UnexpectedTensorError,
+        lambda d: d.__setitem__("layers.1.mlp.experts.2.up_proj.weight", bf16(np.zeros((48, 64)))),
+    ),
+    "copy-of-an-expert-of-another-shape": (
+        "moe", errors.UnexpectedTensorError,
+        lambda d: d.__setitem__(f"{EXPERTS}.2.up_proj.weight", bf16(np.zeros((64, 48)))),
+    ),
+    "fused-experts-beside": (
+        "moe", errors.UnexpectedTensorError,
+        lambda d: d.__setitem__(f"{EXPERTS}.gate_up_proj", bf16(np.zeros((4, 96, 64)))),
+    ),
+    "copy-of-another-shape": (
+        "llama", errors.UnexpectedTensorError, lambda d: d.__setitem__(f"{Q_PROJ}.weight", bf16(np.zeros((64, 63)))),
+    ),
+    "copy-under-a-second-name": (
+        "llama", errors.UnexpectedTensorError,
+        lambda d: d.__setitem__("layers.0.self_attn.q_proj.weight", bf16(np.zeros((64, 64)))),
+    ),
+    "turned": (
+        "llama", errors.ShapeError, lambda d: d.__setitem__("model.embed_tokens.weight", bf16(np.zeros((64, 70)))),
+    ),
+    "one-more-dimension": (
+        "llama", errors.ShapeError, lambda d: d.__setitem__("model.norm.weight", bf16(np.zeros((1, 64)))),
+    ),
+    "integers": (
+        "llama", errors.DtypeError, lambda d: d.__setitem__("model.norm.weight", Tensor.of([1] * 64, "I16")),
+    ),
 }  # fmt: skip
 
 
@@ -166,6 +231,48 @@ def test_refused(case: str, options: dict[str, Any], drafts: Callable[[str], Dra
     assert type(refusal.value) is error
     with pytest.raises(error):
         runtime.load(folder, **options)
+
+
+def test_a_plain_copy_of_a_quantized_weight(drafts: Callable[[str], Draft], tmp_path: Path) -> None:
+    """spec/espalier-v1.md §5: it may stand beside the quantized one, which is used."""
+    ids = torch.arange(3, 19)[None]
+    for name, copied, shape in (("llama", Q_PROJ, (64, 64)), ("moe", f"{EXPERTS}.2.up_proj", (48, 64))):
+        draft = drafts(name)
+        with torch.no_grad():
+            expected = runtime.load(draft.write(tmp_path / name))(ids).logits
+            draft[f"{copied}.weight"] = bf16(np.full(shape, 3.0))
+            found = runtime.load(draft.write(tmp_path / f"{name}-copy"))(ids).logits
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["memory", "disk"])
+def test_a_plain_tensor_that_overflows(drafts: Callable[[str], Draft], tmp_path: Path, offloaded: bool) -> None:
+    """In a dtype that holds the value it is loaded, and an infinity that the checkpoint itself has stays one."""
+    if offloaded:
+        pytest.importorskip("accelerate")
+    name = "model.layers.0.input_layernorm.weight"
+    draft = drafts("llama")
+    draft[name] = Tensor.of(np.full(64, 1e6), "F32")
+    folder = draft.write(tmp_path / "large")
+    places = {"model.layers.0": "disk", "model.layers.1": "cpu"} if offloaded else {}
+    device_map = {**places, "model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu",
+        "lm_head": "cpu"} if offloaded else None  # fmt: skip
+    options = {"device_map": device_map, "offload_folder": str(tmp_path / "offload")} if offloaded else {}
+    with pytest.raises(errors.ScaleOverflowError) as refusal:
+        AUTO.from_pretrained(folder, dtype=torch.float16, **options)
+    assert refusal.value.tensor == name
+    AUTO.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    draft[name] = Tensor.of(np.full(64, np.inf), "F32")
+    AUTO.from_pretrained(draft.write(tmp_path / "infinite"), dtype=torch.float16, **options)
+
+
+def test_resizing_the_vocabulary(drafts: Callable[[str], Draft], tmp_path: Path) -> None:
+    """The model is as it was: transformers would have resized the embedding before it fails."""
+    model: Any = AUTO.from_pretrained(drafts("llama").write(tmp_path / "llama"))
+    with pytest.raises(errors.UsageError, match="quantized head"):
+        model.resize_token_embeddings(80)
+    assert model.get_input_embeddings().weight.shape[0] == 70
+    copy.deepcopy(model)
 
 
 def test_experts_that_compute_something_else(drafts: Callable[[str], Draft], tmp_path: Path, monkeypatch: Any) -> None:
@@ -262,6 +369,15 @@ def test_a_release_of_transformers_that_makes_no_account(
         monkeypatch.setattr(loading, "_ACCOUNT", method)
         with pytest.raises(errors.DependencyError, match=r"5\.17 to 5\.24"):
             AUTO.from_pretrained(folder)
+
+
+def test_a_release_of_transformers_that_does_not_say_how_it_renames(
+    drafts: Callable[[str], Draft], tmp_path: Path, monkeypatch: Any
+) -> None:
+    folder = drafts("llama").write(tmp_path / "llama")
+    monkeypatch.setattr(runtime.EspalierQuantizer, "update_weight_conversions", lambda _self, given, *_: given)
+    with pytest.raises(errors.DependencyError, match=r"5\.17 to 5\.24"):
+        AUTO.from_pretrained(folder)
 
 
 WITHOUT = """
