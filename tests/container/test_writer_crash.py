@@ -67,6 +67,7 @@ SCRIPT = """
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     if len(sys.argv) == 2:
         write("in shard", Path(sys.argv[1]), 1)
     for stage, out in zip(sys.argv[1::2], sys.argv[2::2]):
