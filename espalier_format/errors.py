@@ -230,7 +230,7 @@ class UnexpectedTensorError(InconsistentError):
 
 
 class DuplicateTensorError(InconsistentError):
-    """Two shards hold different tensors under one name."""
+    """Two tensors have one name, in different shards, or two names mean one place of a model."""
 
     code = "duplicate-tensor"
 
