@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 _REPEATS: Final = "*+?{"
+_COUNT: Final = re.compile(r"[0-9]*,?[0-9]*\}")
 _ANCHORS_AND_CLASSES: Final = "dDwWsSbBAZ"
 
 
@@ -41,8 +43,13 @@ def required_literal(pattern: str) -> str:
             literal = False
         elif character == "|" and depth == 0:
             return ""
+        elif character == "{":
+            # What stands in the braces counts repeats; where it cannot, the brace is a character like any other.
+            count = _COUNT.match(pattern, position)
+            position = count.end() if count else position
+            literal = False
         else:
-            literal = character not in ".^$|*+?{}"
+            literal = character not in ".^$|*+?}"
         repeated = position < len(pattern) and pattern[position] in _REPEATS
         if literal and depth == 0 and not repeated:
             run += character
