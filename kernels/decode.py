@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.codebook import get_codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
 from espalier_format.kernels import torch_decoder
 from espalier_format.kernels.cuda import decode as cuda_decode
 from espalier_format.kernels.cuda.operands import check_contiguous_trellis, check_rows
-from espalier_format.kernels.linear import FLOATS, check_operand
+from espalier_format.kernels.linear import FLOATS, LinearOperand, decode_rows
 from espalier_format.kernels.operands import padded_size
 
 
@@ -107,7 +107,23 @@ def _codes_fake(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
     return trellis.new_empty(padded_size(tuple(trellis.shape)), dtype=torch.int8 if book.is_grid else torch.float16)
 
 
-def _weight_cpu(
+def _weight_cpu(*arguments: Any) -> torch.Tensor:
+    return _decode_with_torch(*_checked(*arguments))
+
+
+def _weight_cuda(*arguments: Any) -> torch.Tensor:
+    operand, dtype, start, stop = _checked(*arguments)
+    if dtype in cuda_decode.DTYPES:
+        return cuda_decode.decode_weight(operand, dtype, start, stop)
+    return _decode_with_torch(operand, dtype, start, stop)
+
+
+def _weight_fake(*arguments: Any) -> torch.Tensor:
+    operand, dtype, start, stop = _checked(*arguments)
+    return operand.trellis.new_empty((stop - start, operand.in_features), dtype=dtype)
+
+
+def _checked(
     trellis: torch.Tensor,
     suh: torch.Tensor,
     svh: torch.Tensor,
@@ -119,88 +135,22 @@ def _weight_cpu(
     dtype: torch.dtype,
     start: int = 0,
     stop: int | None = None,
-) -> torch.Tensor:
+) -> tuple[LinearOperand, torch.dtype, int, int]:
+    """Return the module, the dtype and the rows [start, stop) that the arguments of the operator ask for."""
     book = get_codebook(codebook)
-    last = _check(trellis, suh, svh, book, rotation_in, rotation_out, in_features, out_features, dtype, start, stop)
-    if last == start:
-        return trellis.new_empty((0, in_features), dtype=dtype)
-    # Whole rotation blocks are decoded, and the rows that are wanted cut out.
-    block = rotation_out or TILE
-    top, end = start // block * block, padded(last, rotation_out)
-    weight = torch_decoder.decode_weight(
-        trellis[:, top // TILE : end // TILE],
-        suh,
-        svh[top:end],
-        book,
-        rotation_in,
-        rotation_out,
-        in_features,
-        min(end, out_features) - top,
-        dtype,
-    )
-    rows = weight[start - top : last - top]
-    return rows if rows.shape == weight.shape else rows.clone()  # an operator's result owns its memory
-
-
-def _weight_cuda(
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    codebook: str,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-    dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
-) -> torch.Tensor:
-    if dtype not in cuda_decode.DTYPES:
-        return _weight_cpu(
-            trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, out_features, dtype, start, stop
-        )
-    book = get_codebook(codebook)
-    last = _check(trellis, suh, svh, book, rotation_in, rotation_out, in_features, out_features, dtype, start, stop)
-    return cuda_decode.decode_weight(
-        trellis, suh, svh, book, rotation_in, rotation_out, in_features, dtype, start, last
-    )
-
-
-def _weight_fake(
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    codebook: str,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-    dtype: torch.dtype,
-    start: int = 0,
-    stop: int | None = None,
-) -> torch.Tensor:
-    last = _check(
-        trellis, suh, svh, get_codebook(codebook), rotation_in, rotation_out, in_features, out_features, dtype, start,
-        stop,
-    )  # fmt: skip
-    return trellis.new_empty((last - start, in_features), dtype=dtype)
-
-
-def _check(
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    codebook: Codebook,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int | None,
-) -> int:
-    """Check all operands and return the end of the rows."""
-    check_operand(trellis, suh, svh, None, codebook, rotation_in, rotation_out, in_features, out_features)
+    operand = LinearOperand(trellis, suh, svh, book, rotation_in, rotation_out, in_features, out_features)
     if dtype not in FLOATS:
         raise UsageError("no such output dtype", expected=list(map(str, FLOATS)), got=dtype)
-    return check_rows(start, stop, out_features)
+    return operand, dtype, start, check_rows(start, stop, out_features)
+
+
+def _decode_with_torch(operand: LinearOperand, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+    if stop == start:
+        return operand.trellis.new_empty((0, operand.in_features), dtype=dtype)
+    # Whole rotation blocks are decoded, and the rows that are wanted cut out.
+    block = operand.rotation_out or TILE
+    top = start // block * block
+    end = min(padded(stop, operand.rotation_out), operand.out_features)
+    weight = decode_rows(operand, dtype, slice(top, end))
+    rows = weight[start - top : stop - top]
+    return rows if rows.shape == weight.shape else rows.clone()  # an operator's result owns its memory

@@ -22,7 +22,7 @@ except ImportError as error:
 
 from espalier_format.kernels import ops  # noqa: F401 - registers the operator
 from espalier_format.kernels.expert_bank_fallback import expert_bank_fallback
-from espalier_format.kernels.expert_bank_op import check_arguments
+from espalier_format.kernels.expert_bank_tensors import BankTensors, check_routing
 from espalier_format.kernels.linear import FLOATS
 
 Expert = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, Codebook | str]
@@ -160,6 +160,11 @@ class ExpertBankOperand:
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     @property
+    def bank(self) -> BankTensors:
+        """What the operator is given: all but the plain weights."""
+        return BankTensors(self.trellis, self.scales, self.offsets, self.codebook_index, self.layout.spelling)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors, those of the tables too."""
         held = (*self.tensors().values(), self.offsets, self.codebook_index)
@@ -187,33 +192,14 @@ def expert_bank(
     Raises DtypeError, ShapeError, UsageError (another device; from the torch path also an expert that the bank does not
     have), DependencyError on a CUDA device without cuda-core and, from the torch path, ScaleOverflowError.
     """
-    layout = operand.layout
-    if not operand.plain:
-        result: torch.Tensor = torch.ops.espalier_format.expert_bank(
-            x,
-            expert_ids,
-            expert_weights,
-            operand.trellis,
-            operand.scales,
-            operand.offsets,
-            operand.codebook_index,
-            layout.spelling,
-        )
-        return result
-    check_arguments(x, expert_ids, expert_weights, layout.hidden)
-    if x.device != operand.trellis.device:
-        raise UsageError("x must be on the device of the bank", expected=operand.trellis.device, got=x.device)
-    return expert_bank_fallback(
-        x,
-        expert_ids,
-        expert_weights,
-        operand.trellis,
-        operand.scales,
-        operand.offsets,
-        operand.codebook_index,
-        layout.spelling,
-        operand.plain,
+    bank = operand.bank
+    if operand.plain:
+        check_routing(x, expert_ids, expert_weights, bank)
+        return expert_bank_fallback(x, expert_ids, expert_weights, bank, operand.plain)
+    result: torch.Tensor = torch.ops.espalier_format.expert_bank(
+        x, expert_ids, expert_weights, bank.trellis, bank.scales, bank.offsets, bank.codebook_index, bank.spelling
     )
+    return result
 
 
 def _codebook_name(expert: Expert) -> str | None:

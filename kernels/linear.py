@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.codebook import Codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import DependencyError, DtypeError, ShapeError, UsageError
@@ -60,7 +60,6 @@ class LinearOperand:
     """float32, float16 or bfloat16 (out_features,)."""
 
     def __post_init__(self) -> None:
-        # Here and not in `check_operand`: the operator has its arguments from torch, which checks their types.
         _check_tensor("the trellis", self.trellis)
         _check_tensor("suh", self.suh)
         _check_tensor("svh", self.svh)
@@ -71,43 +70,28 @@ class LinearOperand:
         _check_integer("rotation_out", self.rotation_out)
         _check_integer("in_features", self.in_features)
         _check_integer("out_features", self.out_features)
-        check_operand(
-            self.trellis, self.suh, self.svh, self.bias, self.codebook, self.rotation_in, self.rotation_out,
-            self.in_features, self.out_features,
-        )  # fmt: skip
+        _check_dtype("the trellis", self.trellis, (torch.int16,))
+        check_trellis_shape(tuple(self.trellis.shape), self.codebook)
+        padded_in, padded_out = self.padded_size
+        check_blocks(padded_in, padded_out, self.rotation_in, self.rotation_out)
+        check_true_size(padded_in, padded_out, self.in_features, self.out_features)
+        _check_contiguous("the trellis", self.trellis)
+        self._check_vector("suh", self.suh, padded_in, (torch.float16,))
+        self._check_vector("svh", self.svh, padded_out, (torch.float16,))
+        if self.bias is not None:
+            self._check_vector("the bias", self.bias, self.out_features, FLOATS)
 
+    @property
+    def padded_size(self) -> tuple[int, int]:
+        """(in_p, out_p): the sizes of the sides, padded to whole rotation blocks and tiles."""
+        return padded_size(tuple(self.trellis.shape))
 
-def check_operand(
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    codebook: Codebook,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-) -> None:
-    """Raise unless these tensors are a quantized module: the checks of `LinearOperand`, no value is looked at."""
-    _check_dtype("the trellis", trellis, (torch.int16,))
-    check_trellis_shape(tuple(trellis.shape), codebook)
-    padded_in, padded_out = padded_size(tuple(trellis.shape))
-    check_blocks(padded_in, padded_out, rotation_in, rotation_out)
-    check_true_size(padded_in, padded_out, in_features, out_features)
-    for name, vector, size, dtypes in (
-        ("suh", suh, padded_in, (torch.float16,)),
-        ("svh", svh, padded_out, (torch.float16,)),
-        ("the bias", bias, out_features, FLOATS),
-    ):
-        if vector is None:
-            continue
+    def _check_vector(self, name: str, vector: torch.Tensor, size: int, dtypes: tuple[torch.dtype, ...]) -> None:
         _check_dtype(name, vector, dtypes)
         if tuple(vector.shape) != (size,):
             raise ShapeError(f"{name} does not fit the trellis", expected=(size,), got=tuple(vector.shape))
-        _check_device(name, vector, trellis.device)
-    for name, tensor in (("the trellis", trellis), ("suh", suh), ("svh", svh), ("the bias", bias)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ShapeError(f"{name} must be contiguous", got=f"strides {tuple(tensor.stride())}")
+        _check_device(name, vector, self.trellis.device)
+        _check_contiguous(name, vector)
 
 
 def linear(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
@@ -126,48 +110,41 @@ def linear(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
     return result
 
 
-def check_activations(x: torch.Tensor, in_features: int, device: torch.device) -> None:
+def check_activations(x: torch.Tensor, operand: LinearOperand) -> None:
     """Raise unless ``x`` can be multiplied: DtypeError, ShapeError, or UsageError for another device."""
     _check_dtype("the activations", x, FLOATS)
-    if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ShapeError("the activations do not fit the weight", expected=f"(..., {in_features})", got=tuple(x.shape))
-    _check_device("the activations", x, device)
+    if x.dim() == 0 or x.shape[-1] != operand.in_features:
+        expected = f"(..., {operand.in_features})"
+        raise ShapeError("the activations do not fit the weight", expected=expected, got=tuple(x.shape))
+    _check_device("the activations", x, operand.trellis.device)
 
 
-def fallback_matmul(
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    codebook: str,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-) -> torch.Tensor:
+def fallback_matmul(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
     """The product in plain torch, on any device: rows of W are decoded to the dtype of ``x``, a block at a time.
 
     Weights are within `torch_decoder.TOLERANCE` of the exact ones; the sums are those of ``torch.nn.functional.linear``
     in that dtype. Memory beyond the result is that of about `CPU_BLOCK` weights, on other devices `GPU_BLOCK`, or of
     one rotation block of rows where that is more. Raises what `linear` raises.
     """
-    book = get_codebook(codebook)
-    check_operand(trellis, suh, svh, bias, book, rotation_in, rotation_out, in_features, out_features)
-    check_activations(x, in_features, trellis.device)
-    result = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    check_activations(x, operand)
+    result = torch.empty((*x.shape[:-1], operand.out_features), dtype=x.dtype, device=x.device)
     if result.numel() == 0:
         return result
-    budget = CPU_BLOCK if trellis.device.type == "cpu" else GPU_BLOCK
-    for rows in row_blocks(out_features, rotation_out, padded_size(tuple(trellis.shape))[0], 4 * budget):
-        end = padded(rows.stop, rotation_out)
-        weight = torch_decoder.decode_weight(
-            trellis[:, rows.start // TILE : end // TILE], suh, svh[rows.start : end], book, rotation_in, rotation_out,
-            in_features, rows.stop - rows.start, x.dtype,
-        )  # fmt: skip
-        part = None if bias is None else bias[rows].to(x.dtype)
+    budget = CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK
+    for rows in row_blocks(operand.out_features, operand.rotation_out, operand.padded_size[0], 4 * budget):
+        weight = decode_rows(operand, x.dtype, rows)
+        part = None if operand.bias is None else operand.bias[rows].to(x.dtype)
         result[..., rows] = F.linear(x, weight, part)
     return result
+
+
+def decode_rows(operand: LinearOperand, dtype: torch.dtype, rows: slice) -> torch.Tensor:
+    """Decode rows that start with a rotation block (or a tile) to (rows, in_features), as `torch_decoder` does."""
+    end = padded(rows.stop, operand.rotation_out)
+    return torch_decoder.decode_weight(
+        operand.trellis[:, rows.start // TILE : end // TILE], operand.suh, operand.svh[rows.start : end],
+        operand.codebook, operand.rotation_in, operand.rotation_out, operand.in_features, rows.stop - rows.start, dtype,
+    )  # fmt: skip
 
 
 def _check_tensor(name: str, tensor: object) -> None:
@@ -189,6 +166,11 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(f"{name} has a dtype that is not supported", expected=expected, got=tensor.dtype)
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name} must be contiguous", got=f"strides {tuple(tensor.stride())}")
 
 
 def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -12,12 +12,11 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 
-from espalier_format.codec.codebook import Codebook, get_codebook
-from espalier_format.codec.tile import TILE
+from espalier_format.codec.codebook import get_codebook
 from espalier_format.kernels.cuda import decode as cuda_decode
 from espalier_format.kernels.cuda import matmul as cuda_matmul
-from espalier_format.kernels.cuda.operands import aligned
-from espalier_format.kernels.linear import GPU_BLOCK, check_activations, check_operand, fallback_matmul
+from espalier_format.kernels.cuda.operands import aligned_operand
+from espalier_format.kernels.linear import GPU_BLOCK, LinearOperand, check_activations, fallback_matmul
 from espalier_format.kernels.numpy_decoder import row_blocks
 
 FUSED_ROWS: Final = 64
@@ -30,7 +29,7 @@ def register(library: Any) -> None:
         "matmul(Tensor x, Tensor trellis, Tensor suh, Tensor svh, Tensor? bias, str codebook, int rotation_in, "
         "int rotation_out, int in_features, int out_features) -> Tensor"
     )
-    library.impl("matmul", fallback_matmul, "CPU")
+    library.impl("matmul", _matmul_cpu, "CPU")
     library.impl("matmul", _matmul_cuda, "CUDA")
     torch.library.register_fake("espalier_format::matmul", _matmul_fake, lib=library)
 
@@ -75,73 +74,35 @@ def matmul(
     return result
 
 
-def _matmul_cuda(
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    codebook: str,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-) -> torch.Tensor:
+def _matmul_cpu(*arguments: Any) -> torch.Tensor:
+    return fallback_matmul(*_checked(*arguments))
+
+
+def _matmul_cuda(*arguments: Any) -> torch.Tensor:
+    x, operand = _checked(*arguments)
     if x.dtype == torch.float32:
-        return fallback_matmul(
-            x, trellis, suh, svh, bias, codebook, rotation_in, rotation_out, in_features, out_features
-        )
-    book = get_codebook(codebook)
-    check_operand(trellis, suh, svh, bias, book, rotation_in, rotation_out, in_features, out_features)
-    check_activations(x, in_features, trellis.device)
-    rows = x.reshape(-1, in_features)
+        return fallback_matmul(x, operand)
+    rows = x.reshape(-1, operand.in_features)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    operands = (aligned(trellis), aligned(suh), aligned(svh), bias)
+    operand = aligned_operand(operand)
     if rows.shape[0] > FUSED_ROWS:
-        y = _decode_then_multiply(rows, *operands, book, rotation_in, rotation_out, in_features, out_features)
+        y = _decode_then_multiply(rows, operand)
     else:
-        y = torch.empty((rows.shape[0], out_features), dtype=x.dtype, device=x.device)
+        y = torch.empty((rows.shape[0], operand.out_features), dtype=x.dtype, device=x.device)
         most = cuda_matmul.device_limits(x.get_device()).max_rows
         for start in range(0, rows.shape[0], most):
             part = slice(start, start + most)
-            cuda_matmul.launch_matmul(
-                rows[part], *operands, y[part], book, rotation_in, rotation_out, in_features, out_features
-            )
-    return y.view(*x.shape[:-1], out_features)
+            cuda_matmul.launch_matmul(rows[part], operand, y[part])
+    return y.view(*x.shape[:-1], operand.out_features)
 
 
-def _decode_then_multiply(
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    codebook: Codebook,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-) -> torch.Tensor:
-    """Multiply by weights that are decoded to the dtype of ``x``, about `GPU_BLOCK` of them at a time."""
-    same = None if bias is None else bias.to(x.dtype)
-
-    def product(block: slice) -> torch.Tensor:
-        weight = cuda_decode.decode_weight(
-            trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, x.dtype, block.start, block.stop
-        )
-        return F.linear(x, weight, None if same is None else same[block])
-
-    blocks = tuple(row_blocks(out_features, rotation_out, trellis.shape[0] * TILE, 4 * GPU_BLOCK))
-    if len(blocks) == 1:
-        return product(blocks[0])
-    result = x.new_empty((x.shape[0], out_features))
-    for block in blocks:
-        result[:, block] = product(block)
-    return result
+def _matmul_fake(*arguments: Any) -> torch.Tensor:
+    x, operand = _checked(*arguments)
+    return x.new_empty((*x.shape[:-1], operand.out_features))
 
 
-def _matmul_fake(
+def _checked(
     x: torch.Tensor,
     trellis: torch.Tensor,
     suh: torch.Tensor,
@@ -152,8 +113,27 @@ def _matmul_fake(
     rotation_out: int,
     in_features: int,
     out_features: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, LinearOperand]:
+    """Return the two sides of the product that the arguments of the operator are."""
     book = get_codebook(codebook)
-    check_operand(trellis, suh, svh, bias, book, rotation_in, rotation_out, in_features, out_features)
-    check_activations(x, in_features, trellis.device)
-    return x.new_empty((*x.shape[:-1], out_features))
+    operand = LinearOperand(trellis, suh, svh, book, rotation_in, rotation_out, in_features, out_features, bias)
+    check_activations(x, operand)
+    return x, operand
+
+
+def _decode_then_multiply(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
+    """Multiply by weights that are decoded to the dtype of ``x``, about `GPU_BLOCK` of them at a time."""
+    bias = None if operand.bias is None else operand.bias.to(x.dtype)
+
+    def product(block: slice) -> torch.Tensor:
+        weight = cuda_decode.decode_weight(operand, x.dtype, block.start, block.stop)
+        return F.linear(x, weight, None if bias is None else bias[block])
+
+    padded_in, _ = operand.padded_size
+    blocks = tuple(row_blocks(operand.out_features, operand.rotation_out, padded_in, 4 * GPU_BLOCK))
+    if len(blocks) == 1:
+        return product(blocks[0])
+    result = x.new_empty((x.shape[0], operand.out_features))
+    for block in blocks:
+        result[:, block] = product(block)
+    return result

@@ -17,7 +17,8 @@ from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import load_kernel
 from espalier_format.kernels.cuda.macros import codebook_macros
-from espalier_format.kernels.cuda.operands import aligned
+from espalier_format.kernels.cuda.operands import aligned, aligned_operand
+from espalier_format.kernels.linear import LinearOperand
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -92,42 +93,29 @@ def decode_codes(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     return codes
 
 
-def decode_weight(
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    codebook: Codebook,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    dtype: torch.dtype,
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    """Decode rows [start, stop) of a weight from checked operands; see `espalier_format.kernels.ops.decode_weight`."""
-    weight = torch.empty((stop - start, in_features), dtype=dtype, device=trellis.device)
+def decode_weight(operand: LinearOperand, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+    """Decode rows [start, stop) of a weight, which exist, to float16 or bfloat16; see `kernels.ops.decode_weight`."""
+    in_features = operand.in_features
+    weight = torch.empty((stop - start, in_features), dtype=dtype, device=operand.trellis.device)
     if stop == start:
         return weight
-    device = trellis.get_device()
-    chosen = _specialisation(codebook, rotation_in, rotation_out, dtype == torch.bfloat16, device)
+    device = operand.trellis.get_device()
+    rotations = (operand.rotation_in, operand.rotation_out)
+    chosen = _specialisation(operand.codebook, *rotations, dtype == torch.bfloat16, device)
     blocks = -(-in_features // _BLOCK) * (-(-stop // _BLOCK) - start // _BLOCK)
-    # Copies have to live until the launch: memory that is free before would be given to the next of them.
-    trellis, suh, svh = aligned(trellis), aligned(suh), aligned(svh)
+    operand = aligned_operand(operand)  # copies have to live until the launch: only then is their memory safe to reuse
+    in_tiles, out_tiles, _ = operand.trellis.shape
     launch(
         chosen.kernel,
         device,
         (min(blocks, chosen.resident_blocks), 1, 1),
         _THREADS,
         chosen.shared_bytes,
-        trellis.data_ptr(),
-        suh.data_ptr(),
-        svh.data_ptr(),
+        operand.trellis.data_ptr(),
+        operand.suh.data_ptr(),
+        operand.svh.data_ptr(),
         weight.data_ptr(),
-        np.int32(trellis.shape[0]),
-        np.int32(trellis.shape[1]),
-        np.int32(in_features),
-        np.int32(start),
-        np.int32(stop),
+        *(np.int32(number) for number in (in_tiles, out_tiles, in_features, start, stop)),
         chosen.norm,
     )
     return weight

@@ -16,6 +16,7 @@ from espalier_format.kernels.cuda.loading import load_kernel
 from espalier_format.kernels.cuda.operands import aligned, check_aligned
 from espalier_format.kernels.cuda.workspace import arrival_counters
 from espalier_format.kernels.expert_bank_layout import BankGeometry
+from espalier_format.kernels.expert_bank_tensors import BankTensors
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -231,11 +232,7 @@ def launch_expert_bank(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    trellis: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    codebook_index: torch.Tensor,
-    spelling: str,
+    bank: BankTensors,
 ) -> torch.Tensor:
     """Compute the result of checked operands; see `espalier_format.kernels.expert_bank.expert_bank`.
 
@@ -244,10 +241,10 @@ def launch_expert_bank(
     more than 32,767 of the bank, and for a trellis or scales that are not aligned to 16 bytes.
     """
     tokens, top_k = expert_ids.shape
-    if offsets.shape[1] > _MOST_EXPERTS:
-        raise UsageError("too many experts of one bank", expected=f"at most {_MOST_EXPERTS}", got=offsets.shape[1])
-    check_aligned("the trellis", trellis)
-    check_aligned("scales", scales)
+    if bank.num_experts > _MOST_EXPERTS:
+        raise UsageError("too many experts of one bank", expected=f"at most {_MOST_EXPERTS}", got=bank.num_experts)
+    check_aligned("the trellis", bank.trellis)
+    check_aligned("scales", bank.scales)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens == 0 or top_k == 0:
         return result.zero_()
@@ -257,10 +254,7 @@ def launch_expert_bank(
     at_once = _MOST // top_k
     for start in range(0, tokens, at_once):
         rows = slice(start, start + at_once)
-        _launch_once(
-            result[rows], aligned(x[rows]), expert_ids[rows], expert_weights[rows], trellis, scales, offsets,
-            codebook_index, spelling,
-        )  # fmt: skip
+        _launch_once(result[rows], aligned(x[rows]), expert_ids[rows], expert_weights[rows], bank)
     return result
 
 
@@ -269,16 +263,12 @@ def _launch_once(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    trellis: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    codebook_index: torch.Tensor,
-    spelling: str,
+    bank: BankTensors,
 ) -> None:
     device = x.get_device()
-    chosen = _specialisation(spelling, x.dtype == torch.bfloat16, device)
-    geometry = BankGeometry.read(spelling)
-    (tokens, top_k), num_experts = expert_ids.shape, offsets.shape[1]
+    chosen = _specialisation(bank.spelling, x.dtype == torch.bfloat16, device)
+    geometry, num_experts = bank.geometry, bank.num_experts
+    tokens, top_k = expert_ids.shape
     teams = chosen.multiprocessors * (THREADS // 32 // TEAM_WARPS)
     work = cut(geometry, num_experts, tokens * top_k, chosen.slice, teams)
     a_row, b_row = (-(-size // 256) * 256 for size in (max(geometry.padded_sizes(0)[1], geometry.padded_sizes(1)[1]),
@@ -295,10 +285,10 @@ def _launch_once(
         x.data_ptr(),
         expert_ids.data_ptr(),
         expert_weights.data_ptr(),
-        trellis.data_ptr(),
-        scales.data_ptr(),
-        offsets.data_ptr(),
-        codebook_index.data_ptr(),
+        bank.trellis.data_ptr(),
+        bank.scales.data_ptr(),
+        bank.offsets.data_ptr(),
+        bank.codebook_index.data_ptr(),
         chosen.numbers.data_ptr(),
         parts.data_ptr(),
         parts.data_ptr() + 4 * tokens * top_k * a_size,

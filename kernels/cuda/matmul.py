@@ -17,6 +17,7 @@ from espalier_format.kernels.cuda.loading import load_kernel
 from espalier_format.kernels.cuda.macros import codebook_macros
 from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, make_plan
 from espalier_format.kernels.cuda.workspace import arrival_counters
+from espalier_format.kernels.linear import LinearOperand
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
@@ -33,27 +34,18 @@ def device_limits(index: int) -> Device:
     return Device(properties.multi_processor_count, shared_bytes)
 
 
-def launch_matmul(
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    codebook: Codebook,
-    rotation_in: int,
-    rotation_out: int,
-    in_features: int,
-    out_features: int,
-) -> None:
-    """Write the product with 1 to `Device.max_rows` rows to ``y``; the operands have been checked.
+def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> None:
+    """Write the product with 1 to `Device.max_rows` rows to ``y``; the operands have been checked, and are aligned.
 
     ``x`` is float16 or bfloat16 (rows, in_features), rows of any stride; ``y`` of its dtype, (rows, out_features),
     contiguous.
     """
     index = x.get_device()
     rows = x.shape[0]
-    k_tiles, n_tiles, _ = trellis.shape
+    codebook, bias = operand.codebook, operand.bias
+    rotation_in, rotation_out = operand.rotation_in, operand.rotation_out
+    in_features, out_features = operand.in_features, operand.out_features
+    k_tiles, n_tiles, _ = operand.trellis.shape
     device = device_limits(index)
     plan = make_plan(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
     kernel, rotate_inputs, overlap = _kernels(codebook, plan.groups, rows == 1, plan.tiles, device.aligned_table, index)
@@ -78,7 +70,7 @@ def launch_matmul(
             32 * WARPS,
             4 * -(-k_tiles // TILE) + 16,
             x.data_ptr(),
-            suh.data_ptr(),
+            operand.suh.data_ptr(),
             prepared,
             exponents,
             np.int64(x_stride),
@@ -92,9 +84,9 @@ def launch_matmul(
         32 * WARPS,
         plan.shared_bytes,
         x.data_ptr(),
-        trellis.data_ptr(),
-        suh.data_ptr(),
-        svh.data_ptr(),
+        operand.trellis.data_ptr(),
+        operand.suh.data_ptr(),
+        operand.svh.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         parts,

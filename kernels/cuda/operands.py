@@ -5,12 +5,14 @@ Only shapes, dtypes, devices and addresses: values lie on the device, and lookin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from espalier_format.codec.codebook import Codebook
 from espalier_format.errors import DtypeError, ShapeError, UsageError
+from espalier_format.kernels.linear import LinearOperand
 from espalier_format.kernels.operands import check_trellis_shape
 
 ALIGNMENT: Final = 16
@@ -37,9 +39,18 @@ def check_rows(start: int, stop: int | None, out_features: int) -> int:
     return last
 
 
-def aligned(trellis: torch.Tensor) -> torch.Tensor:
-    """Return the trellis at an address that kernels can read: itself, or a copy of a view at an odd place."""
-    return trellis.clone() if trellis.data_ptr() % ALIGNMENT else trellis
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at an address that kernels can read: itself, or a copy of a view at an odd place."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def aligned_operand(operand: LinearOperand) -> LinearOperand:
+    """Return a module whose trellis and scales kernels can read, itself or one with copies; a bias may lie anywhere."""
+    tensors = (operand.trellis, operand.suh, operand.svh)
+    copies = tuple(map(aligned, tensors))
+    if all(copy is tensor for copy, tensor in zip(copies, tensors, strict=True)):
+        return operand
+    return replace(operand, trellis=copies[0], suh=copies[1], svh=copies[2])
 
 
 def check_aligned(name: str, tensor: torch.Tensor) -> None:

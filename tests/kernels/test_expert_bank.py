@@ -275,14 +275,13 @@ def test_a_launch_is_refused_before_it_is_made(quantized: Bank) -> None:
 
     operand = quantized.operand
     x, ids, weights = _arguments()
-    named = {name: getattr(operand, name) for name in ("trellis", "scales", "offsets", "codebook_index")}
     for change, words in (
         ({"trellis": torch.cat([operand.trellis, operand.trellis[:1]])[1:]}, "trellis must begin"),
         ({"scales": torch.cat([operand.scales, operand.scales[:1]])[1:]}, "scales must begin"),
         ({"offsets": torch.zeros(3, 32768, dtype=torch.int64)}, "too many experts of one bank"),
     ):
         with pytest.raises(UsageError, match=words):
-            launch_expert_bank(x.half(), ids, weights, *{**named, **change}.values(), operand.layout.spelling)
+            launch_expert_bank(x.half(), ids, weights, replace(operand.bank, **change))
 
 
 def test_experts_are_checked(bank: Bank) -> None:

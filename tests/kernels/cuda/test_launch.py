@@ -17,8 +17,9 @@ from espalier_format.errors import UsageError
 
 torch = pytest.importorskip("torch")
 from espalier_format.kernels import matmul  # noqa: E402
-from espalier_format.kernels.cuda import decode, launch, workspace  # noqa: E402
+from espalier_format.kernels.cuda import decode, launch, operands, workspace  # noqa: E402
 from espalier_format.kernels.cuda.operands import aligned  # noqa: E402
+from espalier_format.kernels.linear import LinearOperand  # noqa: E402
 
 CODEBOOK = get_codebook("int5@3")
 
@@ -37,6 +38,7 @@ class Launches:
             return copy
 
         monkeypatch.setattr(decode, "aligned", watched)
+        monkeypatch.setattr(operands, "aligned", watched)
         monkeypatch.setattr(decode, "launch", self)
 
     def __call__(self, *arguments: Any) -> None:
@@ -67,16 +69,17 @@ def test_copies_of_operands_live_until_a_weight_is_decoded(monkeypatch: pytest.M
     chosen = SimpleNamespace(kernel=None, shared_bytes=0, resident_blocks=1, norm=np.float32(1))
     monkeypatch.setattr(decode, "_specialisation", lambda *arguments: chosen)
     trellis, suh, svh = odd(8, 8, 48, dtype=torch.int16), odd(128, dtype=torch.float16), odd(128, dtype=torch.float16)
-    decode.decode_weight(trellis, suh, svh, CODEBOOK, 128, 128, 128, torch.float16, 0, 128)
+    operand = LinearOperand(trellis, suh, svh, CODEBOOK, 128, 128, 128, 128)
+    decode.decode_weight(operand, torch.float16, 0, 128)
     assert (launches.count, len(launches.copies)) == (1, 3)
 
 
 @pytest.mark.parametrize("budget", [32, 1 << 20])
 def test_decoded_then_multiplied(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block of rows or several, with the bias rounded to the dtype of the activations."""
+    """In one block of rows or several, with a bias of another dtype than the activations."""
     generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(250, 128, generator=generator), torch.randn(70, 128, generator=generator)
-    bias = torch.randn(250, generator=generator, dtype=torch.float64)
+    weight, x = (torch.randn(rows, 128, generator=generator).bfloat16() for rows in (250, 70))
+    bias = torch.randn(250, generator=generator)
     seen: list[slice] = []
 
     def decode_weight(*arguments: Any) -> Any:
@@ -85,9 +88,10 @@ def test_decoded_then_multiplied(budget: int, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(matmul, "GPU_BLOCK", budget * 128)
     monkeypatch.setattr(decode, "decode_weight", decode_weight)
-    trellis = torch.empty(8, 16, 48, dtype=torch.int16)
-    y = matmul._decode_then_multiply(x, trellis, x, x, bias, CODEBOOK, 128, 128, 128, 250)
-    torch.testing.assert_close(y, x @ weight.T + bias.float())
+    trellis, suh, svh = (torch.empty(shape, dtype=torch.int16) for shape in ((8, 16, 48), (128,), (256,)))
+    scales = suh.view(torch.float16), svh.view(torch.float16)
+    y = matmul._decode_then_multiply(x, LinearOperand(trellis, *scales, CODEBOOK, 128, 128, 128, 250, bias))
+    torch.testing.assert_close(y, (x.float() @ weight.float().T + bias).bfloat16(), rtol=2**-7, atol=2**-7)
     assert seen == ([slice(0, 128), slice(128, 250)] if budget == 32 else [slice(0, 250)])
 
 
