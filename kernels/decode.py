@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from espalier_format.codec.codebook import get_codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
@@ -36,17 +36,17 @@ def register(library: Any) -> None:
     torch.library.register_fake("espalier_format::decode_weight", _weight_fake, lib=library)
 
 
-def decode_codes(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
+def decode_codes(trellis: torch.Tensor, codebook: Codebook | str) -> torch.Tensor:
     """Decode the stored codes of a module, in the rotated basis (spec/packing.md), on the trellis's device.
 
-    ``trellis`` is int16 (in_p/16, out_p/16, W), contiguous; ``codebook`` its name. The result has shape
+    ``trellis`` is int16 (in_p/16, out_p/16, W), contiguous; ``codebook`` a codebook or its name. The result has shape
     (in_p, out_p) and is int8 for a grid, float16 for an EXL3 codebook, bit for bit what `reference.decode_codes`
     gives. The operator ``torch.ops.espalier_format.decode_codes``. Raises CodebookError, DtypeError and ShapeError,
     and on a CUDA device DependencyError without cuda-core.
     """
     import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operators; it needs what stands here
 
-    result: torch.Tensor = torch.ops.espalier_format.decode_codes(trellis, codebook)
+    result: torch.Tensor = torch.ops.espalier_format.decode_codes(trellis, get_codebook(codebook).name)
     return result
 
 
@@ -54,7 +54,7 @@ def decode_weight(
     trellis: torch.Tensor,
     suh: torch.Tensor,
     svh: torch.Tensor,
-    codebook: str,
+    codebook: Codebook | str,
     rotation_in: int,
     rotation_out: int,
     in_features: int,
@@ -66,9 +66,10 @@ def decode_weight(
     """Decode rows [start, stop) of the weight of a module, as in a Hugging Face ``.weight`` (spec/rotation.md §3).
 
     ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,), all contiguous
-    and on one device; the rotation blocks are 0, 32, 64, 128 or 256; ``dtype`` is float32, float16 or bfloat16;
-    ``stop`` None is out_features. Rows need not start or stop at a rotation block or a tile. The result has shape
-    (stop - start, in_features) and is contiguous. The operator ``torch.ops.espalier_format.decode_weight``.
+    and on one device; ``codebook`` is a codebook or its name; the rotation blocks are 0, 32, 64, 128 or 256; ``dtype``
+    is float32, float16 or bfloat16; ``stop`` None is out_features. Rows need not start or stop at a rotation block or
+    a tile. The result has shape (stop - start, in_features) and is contiguous. The operator
+    ``torch.ops.espalier_format.decode_weight``.
 
     On a CUDA device and for float16 and bfloat16, weights are within `cuda.decode.TOLERANCE` of the exact ones, the
     same in every run and for every choice of rows; nothing waits for the device, and no memory is used beside the
@@ -84,8 +85,9 @@ def decode_weight(
     import espalier_format.kernels.ops  # noqa: F401, PLC0415 - as above
 
     result: torch.Tensor = torch.ops.espalier_format.decode_weight(
-        trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, out_features, dtype, start, stop
-    )
+        trellis, suh, svh, get_codebook(codebook).name, rotation_in, rotation_out, in_features, out_features, dtype,
+        start, stop,
+    )  # fmt: skip
     return result
 
 

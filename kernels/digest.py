@@ -11,13 +11,13 @@ from espalier_format.codec.codebook import Codebook
 from espalier_format.kernels.numpy_decoder import iter_code_rows
 
 
-def decode_digest(trellis: NDArray[Any], codebook: Codebook, threads: int = 1) -> str:
+def decode_digest(trellis: NDArray[Any], codebook: Codebook | str, threads: int = 1) -> str:
     """Return the decode digest of a module, 64 lower-case hex digits (spec/manifest.md §4).
 
     It is the SHA-256 of the module's codes as little-endian int16, row-major, in the rotated basis and padded:
     (in_p, out_p); grid codes as stored, EXL3 values as float16 bit patterns. It covers neither scales nor
-    bias nor the true size. ``trellis`` is int16 (in_p/16, out_p/16, W). Memory is bounded; the hash is computed
-    beside ``threads`` decoding threads. Raises DtypeError and ShapeError.
+    bias nor the true size. ``trellis`` is int16 (in_p/16, out_p/16, W), ``codebook`` a codebook or its name. Memory is
+    bounded; with several ``threads`` the hash is computed beside them. Raises CodebookError, DtypeError and ShapeError.
 
     >>> import numpy as np
     >>> from espalier_format.codec.codebook import get_codebook

@@ -177,9 +177,9 @@ def expert_bank(
     """Return, for each token, the weighted sum of its experts: Σ w · down(silu(gate(x)) · up(x)).
 
     ``x`` is (tokens, hidden), float16, bfloat16 or float32; ``expert_ids`` int64 or int32 (tokens, k), where -1 stands
-    for no expert; ``expert_weights`` (tokens, k), of one of the three dtypes; all on the operand's device. The result
-    is (tokens, hidden) of the dtype and device of ``x``. An expert may stand several times with one token. Only routed
-    experts are decoded.
+    for no expert, whose weight is not looked at; ``expert_weights`` (tokens, k), of one of the three dtypes; all on the
+    operand's device. The result is (tokens, hidden) of the dtype and device of ``x``. An expert may stand several times
+    with one token. Only routed experts are decoded.
 
     On a CUDA device, float16 and bfloat16 with no plain expert run in one kernel for up to 512 assignments of tokens to
     experts (more: in several launches): nothing is read back to the host, the result is the same in every run, and CUDA

@@ -48,10 +48,11 @@ def expert_bank_fallback(
     for expert in routed:
         if expert < 0:
             continue
-        # A token may name an expert twice: it is computed once, with the sum of the weights.
+        # A token may name an expert twice: it is computed once, with the sum of the weights. The weights of its other
+        # experts, and of "no expert", are not looked at: they may be anything, a NaN too.
         named = expert_ids == expert
         tokens = named.any(1).nonzero().squeeze(1)
-        weights = (expert_weights[tokens].float() * named[tokens]).sum(1, keepdim=True)
+        weights = expert_weights[tokens].float().masked_fill(~named[tokens], 0).sum(1, keepdim=True)
         rows = x[tokens]
         gate, up = project(rows, 0, expert), project(rows, 1, expert)
         inner = (F.silu(gate.float()) * up.float()).to(x.dtype)

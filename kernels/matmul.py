@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 
-from espalier_format.codec.codebook import get_codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.kernels.cuda import decode as cuda_decode
 from espalier_format.kernels.cuda import matmul as cuda_matmul
 from espalier_format.kernels.cuda.operands import aligned_operand
@@ -40,7 +40,7 @@ def matmul(
     suh: torch.Tensor,
     svh: torch.Tensor,
     bias: torch.Tensor | None,
-    codebook: str,
+    codebook: Codebook | str,
     rotation_in: int,
     rotation_out: int,
     in_features: int,
@@ -50,8 +50,9 @@ def matmul(
 
     ``x`` is float32, float16 or bfloat16 of shape (..., in_features), with any strides; ``trellis`` int16 (in_p/16,
     out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,) and ``bias`` (out_features,), of any of the three
-    dtypes or None, are contiguous; all are on one device. The result has the dtype of ``x`` and shape (...,
-    out_features). The operator ``torch.ops.espalier_format.matmul``; without a derivative.
+    dtypes or None, are contiguous; all are on one device; ``codebook`` is a codebook or its name. The result has the
+    dtype of ``x`` and shape (..., out_features). The operator ``torch.ops.espalier_format.matmul``; without a
+    derivative.
 
     On a CUDA device and for float16 and bfloat16 nothing waits for the device, the call can be captured in a CUDA graph
     after one that was not, and the result is the same in every run. Up to `FUSED_ROWS` rows weights are exact, rotated
@@ -69,7 +70,7 @@ def matmul(
     import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operator; it imports this module
 
     result: torch.Tensor = torch.ops.espalier_format.matmul(
-        x, trellis, suh, svh, bias, codebook, rotation_in, rotation_out, in_features, out_features
+        x, trellis, suh, svh, bias, get_codebook(codebook).name, rotation_in, rotation_out, in_features, out_features
     )
     return result
 

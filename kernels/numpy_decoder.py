@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier_format.codec.codebook import Codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.rounding import OutputDtype, scale_and_round, storage_dtype
 from espalier_format.codec.tile import TILE
@@ -49,12 +49,14 @@ _CODE_ROWS_BYTES: Final = 1 << 20
 """`iter_code_rows` yields blocks of about this size."""
 
 
-def decode_codes(trellis: NDArray[Any], codebook: Codebook, *, threads: int = 1) -> NDArray[Any]:
+def decode_codes(trellis: NDArray[Any], codebook: Codebook | str, *, threads: int = 1) -> NDArray[Any]:
     """Decode the stored codes of a module, in the rotated basis.
 
-    ``trellis`` is int16 (in_p/16, out_p/16, W); the result has shape (in_p, out_p) and the codebook's
-    ``code_dtype``, bit for bit what `reference.decode_codes` gives. Raises DtypeError and ShapeError.
+    ``trellis`` is int16 (in_p/16, out_p/16, W), ``codebook`` a codebook or its name; the result has shape
+    (in_p, out_p) and the codebook's ``code_dtype``, bit for bit what `reference.decode_codes` gives. Raises
+    CodebookError, DtypeError and ShapeError.
     """
+    codebook = get_codebook(codebook)
     tiles = checked_trellis(trellis, codebook)
     result = np.empty(padded_size(tiles.shape), codebook.code_dtype)
 
@@ -66,13 +68,14 @@ def decode_codes(trellis: NDArray[Any], codebook: Codebook, *, threads: int = 1)
     return result
 
 
-def iter_code_rows(trellis: NDArray[Any], codebook: Codebook, *, threads: int = 1) -> Iterator[NDArray[Any]]:
+def iter_code_rows(trellis: NDArray[Any], codebook: Codebook | str, *, threads: int = 1) -> Iterator[NDArray[Any]]:
     """Decode a module's codes as consecutive blocks of rows, in the form that decode digests hash.
 
     Each block is little-endian int16, C-contiguous, of shape (rows, out_p): grid codes as stored (doubled for
     e2m1), EXL3 values as float16 bit patterns. Together they are the (in_p, out_p) matrix of `decode_codes`.
-    At most ``threads`` + 2 blocks of about 1 MiB are in memory. Raises DtypeError and ShapeError.
+    At most ``threads`` + 2 blocks of about 1 MiB are in memory. Raises CodebookError, DtypeError and ShapeError.
     """
+    codebook = get_codebook(codebook)
     tiles = checked_trellis(trellis, codebook)
     codes = codebook.codes
     table = (codes.astype("<i2") if codebook.is_grid else codes.view(np.int16)).astype("<i2", copy=False)
@@ -89,7 +92,7 @@ def decode_weight(
     trellis: NDArray[Any],
     suh: NDArray[Any],
     svh: NDArray[Any],
-    codebook: Codebook,
+    codebook: Codebook | str,
     rotation_in: int,
     rotation_out: int,
     in_features: int,
@@ -100,18 +103,18 @@ def decode_weight(
 ) -> NDArray[Any]:
     """Decode the weight of a module as a Hugging Face ``.weight``, correctly rounded.
 
-    ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,); the rotation
-    blocks are 0, 32, 64, 128 or 256. The result has shape (out_features, in_features): the exact value of
-    spec/rotation.md §3 rounded once to nearest even, an exact zero as +0.0; "bfloat16" comes as bit patterns in
-    uint16. The result is the same for any number of threads. Working memory is about 4 MiB a thread beyond it.
+    ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,), ``codebook`` a
+    codebook or its name; the rotation blocks are 0, 32, 64, 128 or 256. The result has shape (out_features,
+    in_features): the exact value of spec/rotation.md §3 rounded once to nearest even, an exact zero as +0.0;
+    "bfloat16" comes as bit patterns in uint16. The result is the same for any number of threads. Working memory is
+    about 4 MiB a thread beyond it.
 
-    Raises DtypeError, ShapeError, NonFiniteScaleError, ScaleOverflowError when a weight is too large for
-    float16, and UsageError for an unknown dtype or rotation block.
+    Raises CodebookError, DtypeError, ShapeError, NonFiniteScaleError, ScaleOverflowError when a weight is too large
+    for float16, and UsageError for an unknown dtype or rotation block.
 
-    >>> from espalier_format.codec.codebook import get_codebook
     >>> trellis = np.zeros((1, 2, 32), np.int16)  # two tiles side by side at 2 bits, all in state 0
     >>> scales = np.ones(16, np.float16), np.ones(32, np.float16)
-    >>> decode_weight(trellis, *scales, get_codebook("e2m1@2"), 0, 0, 16, 30, "float32").shape
+    >>> decode_weight(trellis, *scales, "e2m1@2", 0, 0, 16, 30, "float32").shape
     (30, 16)
     """
     return decode_rows(
@@ -124,7 +127,7 @@ def decode_rows(
     trellis: NDArray[Any],
     suh: NDArray[Any],
     svh: NDArray[Any],
-    codebook: Codebook,
+    codebook: Codebook | str,
     rotation_in: int,
     rotation_out: int,
     in_features: int,
@@ -140,6 +143,7 @@ def decode_rows(
     get them, so slices from `row_blocks` waste nothing. Raises what `decode_weight` raises, and UsageError for
     rows outside the matrix.
     """
+    codebook = get_codebook(codebook)
     tiles = checked_trellis(trellis, codebook)
     padded_in, padded_out = padded_size(tiles.shape)
     check_blocks(padded_in, padded_out, rotation_in, rotation_out)

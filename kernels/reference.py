@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier_format.codec.codebook import Codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import hadamard
 from espalier_format.codec.tile import RING, TILE
 from espalier_format.codec.trellis import TILE_POSITION, unpack_states
 from espalier_format.kernels.operands import check_blocks, checked_scales, checked_trellis, padded_size
 
 
-def decode_codes(trellis: NDArray[Any], codebook: Codebook) -> NDArray[Any]:
+def decode_codes(trellis: NDArray[Any], codebook: Codebook | str) -> NDArray[Any]:
     """Decode the stored codes of a module, in the rotated basis (spec/packing.md).
 
-    ``trellis`` is int16 (in_p/16, out_p/16, W); the result has shape (in_p, out_p) and the codebook's
-    ``code_dtype``. Exact. Raises DtypeError and ShapeError.
+    ``trellis`` is int16 (in_p/16, out_p/16, W), ``codebook`` a codebook or its name; the result has shape
+    (in_p, out_p) and the codebook's ``code_dtype``. Exact. Raises CodebookError, DtypeError and ShapeError.
 
-    >>> from espalier_format.codec.codebook import get_codebook
-    >>> codes = decode_codes(np.zeros((1, 2, 48), np.int16), get_codebook("int5@3"))
+    >>> codes = decode_codes(np.zeros((1, 2, 48), np.int16), "int5@3")
     >>> codes.shape, codes.dtype.name, bool((codes == get_codebook("int5@3").codes[0]).all())
     ((16, 32), 'int8', True)
     """
+    codebook = get_codebook(codebook)
     # 1. Bits to states, states to codes, in ring order.
     ring = codebook.codes[unpack_states(checked_trellis(trellis, codebook))]
     # 2. Ring order to row-major order inside each tile.
@@ -44,7 +44,7 @@ def decode_weight(
     trellis: NDArray[Any],
     suh: NDArray[Any],
     svh: NDArray[Any],
-    codebook: Codebook,
+    codebook: Codebook | str,
     rotation_in: int,
     rotation_out: int,
 ) -> NDArray[np.float64]:
@@ -53,8 +53,10 @@ def decode_weight(
     ``W^T = diag(suh) H_in V H_out diag(svh)``. ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16
     (in_p,), ``svh`` float16 (out_p,); the rotation blocks are 0, 32, 64, 128 or 256. The result is float64
     (in_p, out_p): the exact value with a relative error below 2^-50, since the signed sums of a rotation are
-    exact in float64. Raises DtypeError, ShapeError, NonFiniteScaleError, and UsageError for another block.
+    exact in float64. Raises CodebookError, DtypeError, ShapeError, NonFiniteScaleError, and UsageError for another
+    block.
     """
+    codebook = get_codebook(codebook)
     padded_in, padded_out = padded_size(checked_trellis(trellis, codebook).shape)
     check_blocks(padded_in, padded_out, rotation_in, rotation_out)
     checked_scales(suh, svh, padded_in, padded_out)

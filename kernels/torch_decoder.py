@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
-from espalier_format.codec.codebook import Codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import kronecker_factors, padded
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.codec.tile import TILE
@@ -29,6 +29,7 @@ from espalier_format.errors import (
     UsageError,
 )
 from espalier_format.kernels.operands import check_blocks, check_trellis_shape, check_true_size, padded_size
+from espalier_format.kernels.torch_dtypes import TORCH_DTYPES
 from espalier_format.kernels.windows import places, window_starts
 
 try:
@@ -67,18 +68,15 @@ _CPU_BLOCK: Final = (512, 1024, 128)
 _GPU_BLOCK: Final = (2048, 2048, 2048)
 """Output and input features unpacked at a time, and output features rotated at a time."""
 
-_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-)
 
-
-def decode_codes(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+def decode_codes(trellis: torch.Tensor, codebook: Codebook | str) -> torch.Tensor:
     """Decode the stored codes of a module, in the rotated basis, on the trellis's device.
 
-    ``trellis`` is int16 (in_p/16, out_p/16, W); the result has shape (in_p, out_p) and is int8 for a grid,
-    float16 for an EXL3 codebook, bit for bit what `reference.decode_codes` gives. Raises DtypeError and
-    ShapeError.
+    ``trellis`` is int16 (in_p/16, out_p/16, W), ``codebook`` a codebook or its name; the result has shape
+    (in_p, out_p) and is int8 for a grid, float16 for an EXL3 codebook, bit for bit what `reference.decode_codes`
+    gives. Raises CodebookError, DtypeError and ShapeError.
     """
+    codebook = get_codebook(codebook)
     _check_trellis(trellis, codebook)
     padded_in, padded_out = padded_size(tuple(trellis.shape))
     table = _code_table(codebook, trellis.device)
@@ -98,7 +96,7 @@ def decode_weight(
     trellis: torch.Tensor,
     suh: torch.Tensor,
     svh: torch.Tensor,
-    codebook: Codebook,
+    codebook: Codebook | str,
     rotation_in: int,
     rotation_out: int,
     in_features: int,
@@ -113,9 +111,10 @@ def decode_weight(
     CPU, 150 MB on a GPU. Waits for the device once, at the end, to check scales and overflow. Tables and Hadamard
     matrices stay on the device: some MB for the codebooks used last.
 
-    Raises DtypeError, ShapeError, NonFiniteScaleError, ScaleOverflowError when a weight is too large for
-    float16, and UsageError for an unknown dtype or rotation block.
+    Raises CodebookError, DtypeError, ShapeError, NonFiniteScaleError, ScaleOverflowError when a weight is too large
+    for float16, and UsageError for an unknown dtype or rotation block.
     """
+    codebook = get_codebook(codebook)
     target = _torch_dtype(dtype)
     _check_trellis(trellis, codebook)
     padded_in, padded_out = padded_size(tuple(trellis.shape))
@@ -232,9 +231,9 @@ def _block_size(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _torch_dtype(dtype: OutputDtype | torch.dtype) -> torch.dtype:
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UsageError("no such output dtype", expected=list(_DTYPES), got=name)
-    return _DTYPES[name]
+    if name not in TORCH_DTYPES:
+        raise UsageError("no such output dtype", expected=list(TORCH_DTYPES), got=name)
+    return TORCH_DTYPES[name]
 
 
 def _check_trellis(trellis: torch.Tensor, codebook: Codebook) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from espalier_format.kernels.torch_decoder import decode_codes  # isort: skip
 import torch
 
-from espalier_format.codec.codebook import Codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.tile import TILE
 from espalier_format.kernels.operands import check_trellis_shape, padded_size
 from espalier_format.kernels.torch_device import usable_device
@@ -21,13 +21,14 @@ _BLOCK_WEIGHTS: Final = 1 << 24
 """Weights that are decoded and brought to the host at a time: 32 MiB of words."""
 
 
-def decode_digest(trellis: NDArray[Any], codebook: Codebook, device: str) -> str:
+def decode_digest(trellis: NDArray[Any], codebook: Codebook | str, device: str) -> str:
     """Return what `espalier_format.kernels.digest.decode_digest` does, decoded on `device` and hashed by the CPU.
 
     ``trellis`` is int16 (in_p/16, out_p/16, W) in host memory. Memory on the device and the host is bounded: a block of
-    rows at a time. Raises DtypeError, ShapeError and, for a device that torch cannot use, UsageError.
+    rows at a time. Raises CodebookError, DtypeError, ShapeError and, for a device that torch cannot use, UsageError.
     """
     where = usable_device(device)
+    codebook = get_codebook(codebook)
     check_trellis_shape(trellis.shape, codebook)
     _, padded_out = padded_size(trellis.shape)
     height = max(1, _BLOCK_WEIGHTS // max(1, TILE * padded_out))

@@ -132,16 +132,18 @@ class Codebook:
         return f"0x{self.multiplier:08X}"
 
 
-def get_codebook(name: str) -> Codebook:
-    """Return the codebook of that name.
+def get_codebook(name: Codebook | str) -> Codebook:
+    """Return the codebook of that name; one that is given as such is returned as it is.
 
-    Raises CodebookError for every name that is not in `CODEBOOKS`.
+    Raises CodebookError for everything that is not in `CODEBOOKS`.
 
     >>> codebook = get_codebook("e2m1@1.5")
     >>> codebook.family, codebook.bits, codebook.halfwords_per_tile, codebook.multiplier_hex
     ('e2m1', 1.5, 24, '0x467B7AF9')
     """
-    codebook = CODEBOOKS.get(name)
+    if isinstance(name, Codebook):
+        return name
+    codebook = CODEBOOKS.get(name) if isinstance(name, str) else None
     if codebook is None:
         raise CodebookError(f"unknown codebook {name!r}; this format version knows {len(CODEBOOKS)}, e.g. 'e2m1@2'")
     return codebook

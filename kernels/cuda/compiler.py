@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import stat
@@ -51,6 +52,7 @@ _OPTIONS: Final = MappingProxyType({"std": "c++17", "diag_suppress": _UNUSED_VAR
 """What every kernel is compiled with."""
 
 _CACHE_BYTES: Final = 256 << 20
+_LOGGER: Final = logging.getLogger(__name__)
 _import_lock: Final = threading.Lock()
 _INCLUDE: Final = re.compile(r'^#include "([\w.]+)"[^\n]*$', re.MULTILINE)
 _GENERATED: Final = "grids.cuh"
@@ -163,19 +165,25 @@ def _versions() -> tuple[str, ...]:
 def _open_cache() -> FileStreamProgramCache | None:
     """Return the cache, or None where its folder is not the user's alone or cannot be made."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(os.environ.get(CACHE_VARIABLE) or f"{base}/espalier-format/kernels").expanduser()
+    folder = Path(os.environ.get(CACHE_VARIABLE) or f"{base}/espalier-format/kernels")
     cuda_core()
     from cuda.core.utils import FileStreamProgramCache  # noqa: PLC0415 - as above
 
     try:
-        folder = folder.resolve()  # what is checked is what is used, wherever links lead later
+        # What is checked is what is used, wherever links lead later. A user without a home has no "~": RuntimeError.
+        folder = folder.expanduser().resolve()
         for made in (*reversed(folder.parents), folder):
             made.mkdir(exist_ok=True, mode=0o700)
-        if not _is_private(folder):
-            return None  # code from a folder that others can write to would be theirs
-        return FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES)
-    except OSError:
-        return None
+        if _is_private(folder):
+            return FileStreamProgramCache(folder, max_size_bytes=_CACHE_BYTES)
+        reason = "others can write to it, so that its code could be theirs"
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    _LOGGER.warning(
+        "compiled kernels are not kept: %s: %s. Every process compiles them anew; %s names another folder.",
+        folder, reason, CACHE_VARIABLE,
+    )  # fmt: skip
+    return None
 
 
 def _is_private(folder: Path) -> bool:

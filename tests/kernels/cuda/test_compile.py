@@ -128,11 +128,16 @@ def test_a_kernel_is_compiled_once(kernel_cache: Path, monkeypatch: pytest.Monke
         compiler.compile_cubin("decode_codes", macros, "sm_80")
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(kernel_cache: Path, needs_compiler: None) -> None:
+def test_a_folder_that_others_can_write_to_is_not_used(
+    kernel_cache: Path, needs_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
     kernel_cache.mkdir()
     kernel_cache.chmod(0o770)
-    assert compiler.compile_cubin("decode_codes", codebook_macros(get_codebook("e2m1@1")), "sm_90")
+    for name in ("e2m1@1", "e2m1@2"):
+        assert compiler.compile_cubin("decode_codes", codebook_macros(get_codebook(name)), "sm_90")
     assert not list(kernel_cache.iterdir())
+    [message] = caplog.messages  # once in a process
+    assert f"{kernel_cache}: others can write to it" in message
 
 
 @pytest.mark.parametrize(("mode", "used"), [(0o777, False), (0o775, False), (0o1777, True), (0o755, True)])
@@ -190,11 +195,12 @@ def test_one_thread_at_a_time_imports(monkeypatch: pytest.MonkeyPatch, needs_com
     assert max(most) == 1
 
 
+@pytest.mark.parametrize("folder", ["{path}/file/below", "~nobody-has-this-name/kernels"])
 def test_a_folder_that_cannot_be_made_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_compiler: None, kernel_cache: Path
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_compiler: None, kernel_cache: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "file" / "below"))
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, folder.format(path=tmp_path))
     assert compiler.compile_cubin("decode_codes", codebook_macros(get_codebook("e2m1@1")), "sm_90")
 
 

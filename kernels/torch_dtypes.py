@@ -1,0 +1,21 @@
+"""The names of the output dtypes, as torch spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from espalier_format.codec.rounding import OutputDtype
+
+OUTPUT_DTYPES: Final[Mapping[torch.dtype, OutputDtype]] = MappingProxyType(
+    {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+)
+"""torch's dtype to its name, for those that weights are decoded to."""
+
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {name: dtype for dtype, name in OUTPUT_DTYPES.items()}
+)
+"""Name of an output dtype to torch's own."""
