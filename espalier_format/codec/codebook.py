@@ -143,7 +143,10 @@ def get_codebook(name: Codebook | str) -> Codebook:
     """
     if isinstance(name, Codebook):
         return name
-    codebook = CODEBOOKS.get(name) if isinstance(name, str) else None
+    try:
+        codebook = CODEBOOKS.get(name)
+    except TypeError:  # something that has no hash
+        codebook = None
     if codebook is None:
         raise CodebookError(f"unknown codebook {name!r}; this format version knows {len(CODEBOOKS)}, e.g. 'e2m1@2'")
     return codebook

@@ -135,8 +135,10 @@ def test_an_unfused_mul1_would_be_wrong() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["e2m1@3", "e2m1@1.0", "int8@4", "E2M1@1", "exl3-mcg@1.5", "exl3-3inst@2.5", "exl3-mul1@4.5", "int4@4", "", "e2m1"]
-    + [["e2m1@2"], None, b"e2m1@2", 2],
+    [
+        *("e2m1@3", "e2m1@1.0", "int8@4", "E2M1@1", "exl3-mcg@1.5", "exl3-3inst@2.5", "exl3-mul1@4.5", "int4@4"),
+        *("", "e2m1", ["e2m1@2"], None, b"e2m1@2", 2),
+    ],
 )
 def test_codebook_error_for_anything_else(name: Any) -> None:
     with pytest.raises(CodebookError):
