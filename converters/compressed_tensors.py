@@ -93,7 +93,7 @@ def check_shape(module: PackedModule) -> None:
     """Raise ShapeError where ``weight_shape`` states other sizes than the other tensors have."""
     if module.shape is None:
         return
-    stated = [int(size) for size in np.frombuffer(module.shape.data(), "<i8")]
+    stated = [int(size) for size in np.frombuffer(module.shape.data(), "<i4" if module.shape.dtype == "I32" else "<i8")]
     if stated != [module.out_features, module.in_features]:
         raise ShapeError(
             "weight_shape does not fit the other tensors",

@@ -37,10 +37,16 @@ def installed_version() -> str | None:
 
 def is_right(module: PackedModule, release: str) -> bool:
     """Tell whether that release of the package decodes a module right."""
-    if module.g_idx is not None:
+    if module.g_idx is not None or _has_unpacked_zero_points(module):
         return False
     odd = module.packing is not None and WORD_BITS % module.scheme.bits != 0
     return not odd or layout_of_release(release) is module.packing
+
+
+def _has_unpacked_zero_points(module: PackedModule) -> bool:
+    """Tell whether zero points of groups or rows lie unpacked beside packed weights, as early releases wrote them."""
+    unpacked = module.zero_point is not None and module.zero_packing is None
+    return unpacked and module.packing is not None and module.scheme.strategy != "tensor"
 
 
 def compare(module: PackedModule) -> bool:

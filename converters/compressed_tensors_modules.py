@@ -30,6 +30,9 @@ PACKED: Final = "weight_packed"
 _ACTIVATIONS: Final = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 _READ: Final = frozenset({PACKED, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", *_ACTIVATIONS})
 _WEIGHTS: Final = frozenset({PACKED, "weight"})
+_SHAPE_FORMATS: Final = {"I64": "<2q", "I32": "<2i"}
+"""Dtypes of ``weight_shape``: releases up to 0.8 declare I32, all write I64."""
+
 _NOT_READ: Final = frozenset(
     {
         "weight_global_scale", "input_global_scale", "weight_scale_inv", "weight_bitmask", "weight_compressed",
@@ -179,8 +182,8 @@ def _check(
     shape = tensors.get("weight_shape")
     inputs, exact = _inputs(scheme, weight, scale, shape, packed=packed)
     _check_scale(scheme, scale, outputs, inputs)
-    if shape is not None and (shape.dtype != "I64" or shape.shape != (2,)):
-        raise _error(DtypeError, "weight_shape must be two I64 numbers", shape, "I64 [2]", _form(shape))
+    if shape is not None and not _is_shape(shape):
+        raise _error(DtypeError, "weight_shape must be two I64 or I32 numbers", shape, "I64 [2]", _form(shape))
     if packed and shape is None:
         raise _error(MissingTensorError, "the module has no weight_shape", weight)
     packing = None
@@ -205,13 +208,17 @@ def _inputs(
         return scale.shape[1] * scheme.group_size, True
     if shape is None:
         raise _error(MissingTensorError, "the module has no weight_shape", weight)
-    if shape.dtype == "I64" and shape.shape == (2,) and shape.shard.has_data:
-        outputs, inputs = struct.unpack("<2q", shape.data())
+    if _is_shape(shape) and shape.shard.has_data:
+        outputs, inputs = struct.unpack(_SHAPE_FORMATS[shape.dtype], shape.data())
         if outputs != weight.shape[0] or inputs <= 0:
             message = "weight_shape does not fit the packed weight"
             raise _error(ShapeError, message, shape, f"[{weight.shape[0]}, …]", [outputs, inputs])
         return inputs, True
     return weight.shape[1] * WORD_BITS // scheme.bits, False
+
+
+def _is_shape(tensor: TensorRef) -> bool:
+    return tensor.dtype in _SHAPE_FORMATS and tensor.shape == (2,)
 
 
 def _check_scale(scheme: Scheme, scale: TensorRef, outputs: int, inputs: int) -> None:
@@ -240,12 +247,16 @@ def _zero_packing(
     """Check the zero point, and return the layout that it is packed in."""
     if zero is None:
         if not scheme.symmetric:
-            raise _error(MissingTensorError, f"the config says {scheme.label}, but there is no zero point", weight)
+            message = (
+                f"the config says {scheme.label}, but there is no zero point; early releases leave out one that is all "
+                "0, which is not told from one that is lost"
+            )
+            raise _error(MissingTensorError, message, weight)
         return None
     if scheme.symmetric:
         raise _error(UnexpectedTensorError, f"a zero point, but the config says {scheme.label}, symmetric", zero)
-    if zero.dtype == "I8" and zero.shape == scale.shape and (packing is None or scheme.strategy == "tensor"):
-        return None
+    if zero.dtype == "I8" and zero.shape == scale.shape:
+        return None  # beside packed weights too: early releases pack the weights alone
     if packing is None or scheme.strategy == "tensor":
         form = f"I8 {list(scale.shape)}"
         raise _error(DtypeError, "the zero point does not fit the scale", zero, form, _form(zero))

@@ -1,39 +1,52 @@
 """Targets and ignore lists of compressed-tensors: exact names, classes, and ``re:`` expressions from a file.
 
-The expressions are run on every module, and nobody has checked them: one whose time can explode is refused, and so is a
-list that takes too long altogether.
+The expressions are run on every module, and nobody has checked them: one that may take too many steps is refused, and
+so is a list that takes too long altogether.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component, component_of
-from espalier_format.converters.required_literal import required_literal
+from espalier_format.converters.expression import NotUnderstoodError, parse, required_literal
+from espalier_format.converters.expression_steps import most_steps
 from espalier_format.errors import LimitError, SchemaError, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
-CLASS_RANK: Final = 1
+CLASS_RANK: Final = 2
 """What ``Names.rank`` returns for a class; expressions rank higher, and exact names highest."""
 
-_EXPRESSION_RANK: Final = 3
-_EXACT_RANK: Final = 5
+_EMBEDDING_RANK: Final = 1
+"""Of an embedding that only a class of linear layers could mean: "Embedding" is its own, but names tell no classes."""
+
+_EXPRESSION_RANK: Final = 4
+_EXACT_RANK: Final = 6
 _PREFIX: Final = "re:"
 _MAX_ENTRIES: Final = 200_000
 _MAX_EXPRESSIONS: Final = 4096
 _MAX_LENGTH: Final = 2048
-_MAX_REPEATS: Final = 4
+_MOST_STEPS: Final = 100_000_000
+"""An expression may take this many on one name, at most: a few seconds."""
+
 _LONGEST_MATCHED: Final = 256
 """Longest name that an expression is run on; a longer one has no match."""
 
+_LEAST_MATCHED: Final = 64
+"""An expression that may take too long on names of this length is refused, whatever names there are."""
+
 _BATCH: Final = 4096
+_BATCH_STEPS: Final = 200_000_000
+"""The clock is read after at most as many steps, but after a name at least."""
+
 _MAX_SECONDS: Final = 60.0
 _CLASS: Final = re.compile(r"[A-Z][A-Za-z0-9_]*")
 _LINEAR: Final = frozenset({"Linear", "LinearBase", "ReplicatedLinear"})
@@ -66,14 +79,42 @@ class _Expression:
     pattern: re.Pattern[str]
     clock: _Clock
     literal: str
+    """A text in every match: looking for it is ten times as fast as matching."""
+    longest: int
+    """Characters of the longest name that it takes at most `_MOST_STEPS` on."""
+    batch: int
+    """How many names may be matched until the clock is read."""
+
+    @classmethod
+    def parse(cls, entry: str, where: str, clock: _Clock) -> _Expression:
+        text = entry[len(_PREFIX) :]
+        if len(text) > _MAX_LENGTH:
+            raise LimitError(f"{where} has an expression that is too long", path=clock.path, expected=_MAX_LENGTH)
+        try:
+            choice = parse(text)
+            pattern = re.compile(text)
+        except NotUnderstoodError as error:
+            message = f"{where}: the expression {text[:80]!a} has what is not supported: {error}"
+            raise SourceError(message, path=clock.path) from error
+        except (re.error, OverflowError, RecursionError) as error:
+            raise SchemaError(f"{where}: {text[:80]!a} is no valid expression: {error}", path=clock.path) from error
+        lengths = range(_LONGEST_MATCHED + 1)
+        longest = bisect_right(lengths, _MOST_STEPS, key=lambda length: most_steps(choice, length)) - 1
+        if longest < _LEAST_MATCHED:
+            raise SourceError(f"{where}: the expression {text[:80]!a} may take too long to match", path=clock.path)
+        batch = max(1, min(_BATCH, _BATCH_STEPS // most_steps(choice, longest)))
+        return cls(entry, pattern, clock, required_literal(choice), longest, batch)
 
     def matching(self, names: Sequence[str]) -> set[str]:
         """Return those of ``names`` that begin with a match."""
+        candidates = [name for name in names if self.literal in name] if self.literal else names
+        if self.longest < _LONGEST_MATCHED and any(len(name) > self.longest for name in candidates):
+            message = f"{self.clock.where}: the expression {self.entry[:80]!a} may take too long on a long name"
+            raise SourceError(message, path=self.clock.path, expected=f"{self.longest} characters")
         found: set[str] = set()
-        for start in range(0, len(names), _BATCH):
+        for start in range(0, len(candidates), self.batch):
             started = perf_counter()
-            batch = [name for name in names[start : start + _BATCH] if self.literal in name]
-            found.update(filter(self.pattern.match, batch))
+            found.update(filter(self.pattern.match, candidates[start : start + self.batch]))
             self.clock.add(perf_counter() - started)
         return found
 
@@ -111,10 +152,7 @@ class Names:
             message = f"{where} has too many expressions"
             raise LimitError(message, path=path, expected=_MAX_EXPRESSIONS, got=len(expressions))
         clock = _Clock(where, path)
-        compiled = tuple(
-            _Expression(entry, _compiled(entry, where, path), clock, required_literal(entry[len(_PREFIX) :]))
-            for entry in expressions
-        )
+        compiled = tuple(_Expression.parse(entry, where, clock) for entry in expressions)
         others = [entry for entry in entries if not entry.startswith(_PREFIX)]
         classes = frozenset(entry for entry in others if _CLASS.fullmatch(entry))
         return cls(tuple(entries), frozenset(others) - classes, compiled, classes)
@@ -143,8 +181,9 @@ class Names:
                 live.add(expression.entry)
             direct |= here
             indirect |= there
-        by_class = CLASS_RANK if self.classes & _LINEAR else 0
-        embeddings = not by_class and "Embedding" in self.classes
+        linear = bool(self.classes & _LINEAR)
+        by_class = CLASS_RANK if linear else 0
+        embedding = CLASS_RANK if "Embedding" in self.classes else _EMBEDDING_RANK if linear else 0
         for module, same in spelled.items():
             if module in self.exact:
                 rank = _EXACT_RANK
@@ -152,8 +191,8 @@ class Names:
                 rank = _EXPRESSION_RANK
             else:
                 rank = by_class
-                if embeddings and component_of(module) is Component.EMBEDDINGS:
-                    rank = CLASS_RANK
+                if embedding != by_class and component_of(module) is Component.EMBEDDINGS:
+                    rank = embedding
                 for other in same:
                     if other in self.exact or other in indirect:
                         rank = (_EXACT_RANK if other in self.exact else _EXPRESSION_RANK) - 1
@@ -180,10 +219,14 @@ class Names:
 
 
 def spell(modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each module, the other names by which a model in memory may call it."""
+    """Return, for each module, the other names by which a model in memory may call it.
+
+    What sees or hears stands beside the decoder, and shares none of the names of its parts.
+    """
     spelled: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
+    decoder = [module for module in spelled if component_of(module) is not Component.VISION]
     for prefix, others in reversed(_OTHER_SPELLINGS):  # the first prefix that a name begins with has the last word
-        found = [module for module in spelled if module.startswith(prefix)]
+        found = [module for module in decoder if module.startswith(prefix)]
         rests = [module[len(prefix) :] for module in found]
         columns = [[f"{other}{rest}" for rest in rests] for other in others]
         spelled.update(zip(found, zip(*columns, strict=True), strict=True))
@@ -194,41 +237,3 @@ def _all_names(spelled: Spelled) -> Iterator[str]:
     yield from spelled
     for same in spelled.values():
         yield from same
-
-
-def _compiled(entry: str, where: str, path: Path) -> re.Pattern[str]:
-    pattern = entry[len(_PREFIX) :]
-    if len(pattern) > _MAX_LENGTH:
-        raise LimitError(f"{where} has an expression that is too long", path=path, expected=_MAX_LENGTH)
-    if _may_explode(pattern):
-        raise SourceError(f"{where}: the expression {pattern[:80]!a} may take too long to match", path=path)
-    try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise SchemaError(f"{where}: {pattern[:80]!a} is no valid expression: {error}", path=path) from error
-
-
-def _may_explode(pattern: str) -> bool:
-    """Tell whether a repeated group has a repeat or a choice in it, or there are many repeats one after the other."""
-    text = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)  # escaped characters, then sets, stand for one character
-    text = re.sub(r"\[\^?\]?[^\]]*\]", "x", text)
-    text = re.sub(r"\(\?(?:[:=!>]|<[=!]|P<\w+>|[a-zA-Z-]+[:)])", "(", text)
-    depth: list[bool] = []
-    repeats = 0
-    for position, character in enumerate(text):
-        repeated = text[position + 1 : position + 2] in ("*", "+", "{") and position + 1 < len(text)
-        if character == "(":
-            depth.append(False)
-        elif character == "|" and depth:
-            depth[-1] = True
-        elif character == ")" and depth:
-            inner = depth.pop()
-            if inner and repeated:
-                return True
-            if depth:
-                depth[-1] = depth[-1] or inner
-        elif character in "*+{":
-            repeats += 1
-            if depth:
-                depth[-1] = True
-    return repeats > _MAX_REPEATS

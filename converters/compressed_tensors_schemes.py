@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from espalier_format.checkpoint.stated_quantization import BLOCK, stated_quantization
 from espalier_format.converters.compressed_tensors_patterns import Names, spell
+from espalier_format.converters.compressed_tensors_presets import preset_group
+from espalier_format.converters.compressed_tensors_values import lower, truth, whole
 from espalier_format.errors import LimitError, SchemaError, SourceError
 
 if TYPE_CHECKING:
@@ -32,7 +35,6 @@ _REORDERED: Final = frozenset({"group", "dynamic"})
 _MIN_BITS: Final = 2
 _MAX_BITS: Final = 8
 _MAX_GROUPS: Final = 256
-_ROOT: Final = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,13 @@ class Schemes:
 
 
 def is_compressed_tensors(config: Mapping[str, Any] | None) -> bool:
-    """Tell whether a config.json states this quantization method."""
-    block = (config or {}).get(_ROOT)
-    return isinstance(block, Mapping) and block.get("quant_method") == METHOD
+    """Tell whether a config.json states this quantization method, wherever it does (`stated_quantization`)."""
+    stated = stated_quantization(config)
+    return stated is not None and stated.method == METHOD
 
 
 def read_schemes(config: Mapping[str, Any], path: Path) -> Schemes:
-    """Read the ``quantization_config`` of a config.json that states ``quant_method`` "compressed-tensors".
+    """Read what a config.json says whose ``quant_method`` is "compressed-tensors" (`is_compressed_tensors`).
 
     Raises:
         SchemaError: it is not of the form that compressed-tensors writes.
@@ -122,33 +124,55 @@ def read_schemes(config: Mapping[str, Any], path: Path) -> Schemes:
             type, a strategy, a number of bits, sparsity, transforms, an argument of later releases.
         LimitError: it has more or longer patterns than are read.
     """
-    block = config[_ROOT]
+    stated = stated_quantization(config)
+    if stated is None:
+        raise SchemaError(f"there is no {BLOCK}", path=path)
+    root, block = stated
     label = block.get("format")
     if label is not None and str(label) not in _TOP_LABELS:
         raise SourceError(f"the format {str(label)[:60]!a} of compressed-tensors is not read", path=path)
-    for key in ("sparsity_config", "transform_config"):
-        if block.get(key):
-            raise SourceError(f"{_ROOT}.{key} changes the weights in a way that is not read", path=path)
+    for key, changes in (("sparsity_config", _makes_sparse), ("transform_config", _transforms)):
+        if changes(block.get(key)):
+            raise SourceError(f"{root}.{key} changes the weights in a way that is not read", path=path)
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise SchemaError(f"{_ROOT}.config_groups must be an object with a group", path=path)
+        raise SchemaError(f"{root}.config_groups must be an object with a group", path=path)
     if len(groups) > _MAX_GROUPS:
-        raise LimitError(f"{_ROOT}.config_groups has too many groups", path=path, expected=_MAX_GROUPS, got=len(groups))
+        raise LimitError(f"{root}.config_groups has too many groups", path=path, expected=_MAX_GROUPS, got=len(groups))
     warnings: list[str] = []
     if block.get("kv_cache_scheme"):
         warnings.append("the config quantizes the key/value cache, which says nothing about weights and is not read")
-    parsed = tuple(_group(str(name), group, path, warnings) for name, group in groups.items())
+    parsed = tuple(
+        _group(str(name), group, f"{root}.config_groups.{str(name)[:60]}", path, warnings)
+        for name, group in groups.items()
+    )
     version = block.get("version")
     return Schemes(
         parsed,
-        Names.parse(block.get("ignore") or [], f"{_ROOT}.ignore", path),
+        Names.parse(block.get("ignore") or [], f"{root}.ignore", path),
         version if isinstance(version, str) else None,
         tuple(dict.fromkeys(warnings)),
     )
 
 
-def _group(name: str, group: object, path: Path, warnings: list[str]) -> Group:
-    where = f"{_ROOT}.config_groups.{name[:60]}"
+def _makes_sparse(config: object) -> bool:
+    """Tell whether weights are stored sparse: "dense" only says how many of them are 0."""
+    return bool(config) and not (isinstance(config, Mapping) and config.get("format") == "dense")
+
+
+def _transforms(config: object) -> bool:
+    """Tell whether anything is transformed: there may be no groups, or groups that apply to nothing."""
+    if not isinstance(config, Mapping) or any(value for key, value in config.items() if key != "config_groups"):
+        return bool(config)
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return bool(groups)
+    return any(not isinstance(group, Mapping) or group.get("apply", []) != [] for group in groups.values())
+
+
+def _group(name: str, group: object, where: str, path: Path, warnings: list[str]) -> Group:
+    if isinstance(group, list):
+        group = preset_group(name, group, where, path)
     if not isinstance(group, Mapping):
         raise SchemaError(f"{where} must be an object", path=path)
     _refuse_unknown(group, _GROUP_KEYS, where, path)
@@ -173,31 +197,41 @@ def _group(name: str, group: object, path: Path, warnings: list[str]) -> Group:
 
 def _scheme(name: str, weights: Mapping[str, Any], where: str, path: Path) -> Scheme:
     _refuse_unknown(weights, _WEIGHT_KEYS, where, path)
-    kind, bits = weights.get("type", "int"), weights.get("num_bits", _MAX_BITS)
+    kind, bits = lower(weights.get("type", "int")), whole(weights.get("num_bits", _MAX_BITS))
     if kind != "int":
         raise SourceError(f"{where}: weights of type {str(kind)[:40]!a} are not read, only int", path=path)
-    if type(bits) is not int or not _MIN_BITS <= bits <= _MAX_BITS:
-        raise SourceError(f"{where}: num_bits must be {_MIN_BITS} to {_MAX_BITS}", path=path, got=str(bits)[:40])
+    if bits is None or not _MIN_BITS <= bits <= _MAX_BITS:
+        got = str(weights.get("num_bits"))[:40]
+        raise SourceError(f"{where}: num_bits must be {_MIN_BITS} to {_MAX_BITS}", path=path, got=got)
     if weights.get("dynamic") not in (None, False):
         raise SourceError(f"{where}: dynamic scales of weights are not read", path=path)
-    symmetric = weights.get("symmetric", True)
-    if not isinstance(symmetric, bool):
+    symmetric = truth(weights.get("symmetric", True))
+    if symmetric is None:
         raise SchemaError(f"{where}.symmetric must be true or false", path=path)
-    size = weights.get("group_size")
-    if size is not None and (type(size) is not int or size < -1 or size == 0):
-        raise SchemaError(f"{where}.group_size must be a positive integer", path=path, got=str(size)[:40])
-    strategy = weights.get("strategy")
+    strategy, size = _strategy(weights, where, path)
+    order = lower(weights.get("actorder"))
+    if order not in (None, False, True, "weight", "static", *_REORDERED):
+        raise SourceError(f"{where}: actorder {str(order)[:40]!a} is not read", path=path)
+    reordered = order is True or (isinstance(order, str) and order in _REORDERED)
+    return Scheme(name, bits, symmetric, strategy, size, reordered)
+
+
+def _strategy(weights: Mapping[str, Any], where: str, path: Path) -> tuple[str, int]:
+    """Return the strategy and, of the strategy "group", how many inputs share a scale; 0 for the others."""
+    stated = weights.get("group_size")
+    size = None if isinstance(stated, str) else whole(stated)
+    strategy = lower(weights.get("strategy"))
+    if stated is not None and (size is None or size < -1 or (size == 0 and strategy is None)):
+        raise SchemaError(f"{where}.group_size must be a positive integer", path=path, got=str(stated)[:40])
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         raise SourceError(f"{where}: the strategy {str(strategy)[:40]!a} is not read", path=path)
-    if strategy == "group" and (size is None or size < 0):
+    if strategy != "group":
+        return strategy, 0
+    if size is None or size <= 0:
         raise SchemaError(f"{where}: the strategy group needs a group_size", path=path)
-    order = weights.get("actorder")
-    if order not in (None, False, True, "weight", "static", *_REORDERED):
-        raise SourceError(f"{where}: actorder {str(order)[:40]!a} is not read", path=path)
-    reordered = order is True or (isinstance(order, str) and order in _REORDERED)
-    return Scheme(name, bits, symmetric, strategy, size if strategy == "group" and size else 0, reordered)
+    return strategy, size
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: frozenset[str], where: str, path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, Final
 
+from espalier_format.checkpoint.text_sections import TEXT_PARTS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 BLOCK: Final = "quantization_config"
 TIE: Final = "tie_word_embeddings"
-_TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
-_TIES: Final = (TIE, *(f"{part}.{TIE}" for part in _TEXT_PARTS))
+_TIES: Final = (TIE, *(f"{part}.{TIE}" for part in TEXT_PARTS))
 
 
 def with_block(config: Mapping[str, Any], block: Mapping[str, object]) -> dict[str, Any]:

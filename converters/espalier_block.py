@@ -1,68 +1,120 @@
-"""Build the ``quantization_config`` of an Espalier checkpoint from the modules of an EXL3 one (spec/exl3.md §5)."""
+"""Build the ``quantization_config`` of an Espalier checkpoint from its modules (spec/config.md, spec/exl3.md §5)."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
 
-from espalier_format.checkpoint.bits import average_bits
+from espalier_format.checkpoint.bits import AverageBits, average_bits
+from espalier_format.checkpoint.derived_banks import BankMember, derive_banks
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.converters.output import this_producer
-from espalier_format.schema.base import DOTTED_NAME
-from espalier_format.schema.config import FORMAT_VERSION, QUANT_METHOD, CodebookConstants, ModuleSpec, Source
+from espalier_format.errors import SchemaError
+from espalier_format.schema.base import is_dotted_name
+from espalier_format.schema.config import (
+    FORMAT_VERSION,
+    QUANT_METHOD,
+    CodebookConstants,
+    ModuleSpec,
+    Source,
+    parse_quantization_config,
+)
 from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET, PLAIN_EXPERT, ExpertBank, Projection, Rotation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from espalier_format.checkpoint.base import Checkpoint, ExpertBankView
+    from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.codec.codebook import Codebook
-    from espalier_format.converters.exl3_modules import ImportedModule
 
-_ROTATION: Final = Rotation(in_=128, out=128)
-
-_NAMED: Final = re.compile(DOTTED_NAME.replace("$", r"\Z"))
 _EMBEDDING: Final = re.compile(r"(?:[a-z0-9]+_)*embed(?:ding)?s?(?:_tokens(?:_.*)?)?|wte|wpe")
 """Last part of the name of a module with a matrix that is looked up, not multiplied with."""
 
 
+@dataclass(frozen=True, slots=True)
+class OutputModule:
+    """What config.json says about a quantized module of the output."""
+
+    name: str
+    codebook: Codebook
+    in_features: int
+    out_features: int
+    rotation: tuple[int, int]
+    size_source: Literal["exact", "padded"] = "exact"
+
+
 def espalier_block(
-    modules: Mapping[str, ImportedModule],
-    banks: Mapping[str, ExpertBankView],
-    ignore: Sequence[str],
+    modules: Mapping[str, OutputModule],
+    plain_shapes: Mapping[str, tuple[int, ...]],
+    ignore: Iterable[str],
     source: Source,
 ) -> dict[str, object]:
-    """Return the block as JSON; ``parse_quantization_config`` has still to check it.
+    """Return the block as JSON; `check_block` has still to check it.
 
-    ``banks`` are the candidates: a projection whose experts have got different sizes is left out, and its
-    experts are listed as modules.
+    ``plain_shapes`` maps the names of the tensors that belong to no module to their shapes. Experts that
+    `derive_banks` puts into a bank are listed there, all others as modules.
     """
-    expert_banks: dict[str, ExpertBank] = {}
-    banked: set[str] = set()
-    for bank in banks.values():
-        projections: dict[str, Projection] = {}
-        for name, experts in bank.projections.items():
-            projection = _projection(experts, modules)
-            if projection is not None:
-                projections[name] = projection
-                banked.update(expert for expert in experts if expert is not None)
-        if projections:
-            expert_banks[bank.name] = ExpertBank(num_experts=bank.num_experts, projections=projections)
-    specs = {
-        name: ModuleSpec(
-            codebook=imported.module.codebook.name,
-            in_features=imported.in_features,
-            out_features=imported.out_features,
-            rotation=_ROTATION,
-            size_source=imported.size_source,
+    members = {
+        name: BankMember(
+            module.codebook, module.in_features, module.out_features, (module.rotation, module.size_source)
         )
-        for name, imported in modules.items()
-        if name not in banked
+        for name, module in modules.items()
     }
-    return block_as_json(specs, expert_banks, ignore, source)
+    banks = {
+        bank.name: ExpertBank(
+            num_experts=bank.num_experts,
+            projections={name: _projection(experts, modules) for name, experts in bank.projections.items()},
+        )
+        for bank in derive_banks(members, plain_shapes).values()
+    }
+    banked = {
+        f"{name}.{expert}.{projection}"
+        for name, bank in banks.items()
+        for projection in bank.projections
+        for expert in range(bank.num_experts)
+    }
+    specs = {name: _spec(module) for name, module in modules.items() if name not in banked}
+    return _block_as_json(specs, banks, ignore, source)
 
 
-def block_as_json(
+def check_block(block: Mapping[str, object]) -> None:
+    """Check a block that this program made, as a reader will; RuntimeError for one that is wrong by our own fault.
+
+    Raises:
+        LimitError: it calls for more tensors than a checkpoint may have.
+    """
+    try:
+        parse_quantization_config(block)
+    except SchemaError as error:
+        raise RuntimeError(error.message) from error
+
+
+def check_module_names(modules: Iterable[str], source: Checkpoint) -> None:
+    """Raise SchemaError for a quantized module of the source that a config cannot name (spec/config.md §2)."""
+    for name in modules:
+        if not is_dotted_name(name):
+            stored = source.modules.get(name)
+            path = source.folder.root if stored is None else stored.trellis.shard.path
+            raise SchemaError("a config cannot hold the name of this module", path=path, tensor=name)
+
+
+def output_bits(modules: Mapping[str, OutputModule]) -> AverageBits:
+    """Return ``bits`` and ``head_bits`` by the definition of spec/config.md §8, for an EXL3 output too."""
+    return average_bits({name: _spec(module) for name, module in modules.items()}, {})
+
+
+def _spec(module: OutputModule) -> ModuleSpec:
+    return ModuleSpec(
+        codebook=module.codebook.name,
+        in_features=module.in_features,
+        out_features=module.out_features,
+        rotation=Rotation.of(*module.rotation),
+        size_source=module.size_source,
+    )
+
+
+def _block_as_json(
     specs: Mapping[str, ModuleSpec], expert_banks: Mapping[str, ExpertBank], ignore: Iterable[str], source: Source
 ) -> dict[str, object]:
     """Return the block of these modules and banks, with their average widths and the constants of their codebooks."""
@@ -92,7 +144,7 @@ def plain_linear_modules(checkpoint: Checkpoint) -> list[str]:
     for tensor in checkpoint.plain:
         name, _, kind = tensor.rpartition(".")
         is_matrix = kind == "weight" and len(checkpoint.tensors[tensor].shape) == 2
-        if is_matrix and _NAMED.match(name) and name not in checkpoint.modules and not is_embedding_name(name):
+        if is_matrix and is_dotted_name(name) and name not in checkpoint.modules and not is_embedding_name(name):
             found.append(name)
     return sorted(found)
 
@@ -102,26 +154,19 @@ def is_embedding_name(module: str) -> bool:
     return _EMBEDDING.fullmatch(module.rpartition(".")[2]) is not None
 
 
-def _projection(experts: Sequence[str | None], modules: Mapping[str, ImportedModule]) -> Projection | None:
+def _projection(experts: Sequence[str | None], modules: Mapping[str, OutputModule]) -> Projection:
     quantized = [modules[name] for name in experts if name is not None]
-    sizes = {(module.in_features, module.out_features, module.size_source) for module in quantized}
-    if len(sizes) != 1:
-        return None
-    in_features, out_features, size_source = sizes.pop()
-    # A plain expert has the sizes that the quantized ones had before a bias made them keep their padding.
-    before = quantized[0].module
-    if None in experts and (in_features, out_features) != (before.in_features, before.out_features):
-        return None
-    names = [codebook.name for codebook in _sorted({module.module.codebook for module in quantized})]
+    names = [codebook.name for codebook in _sorted({module.codebook for module in quantized})]
     assignment = "".join(
-        PLAIN_EXPERT if name is None else ASSIGNMENT_ALPHABET[names.index(modules[name].module.codebook.name)]
+        PLAIN_EXPERT if name is None else ASSIGNMENT_ALPHABET[names.index(modules[name].codebook.name)]
         for name in experts
     )
+    first = quantized[0]
     return Projection(
-        in_features=in_features,
-        out_features=out_features,
-        rotation=_ROTATION,
-        size_source=size_source,
+        in_features=first.in_features,
+        out_features=first.out_features,
+        rotation=Rotation.of(*first.rotation),
+        size_source=first.size_source,
         codebooks=tuple(names),
         assignment=assignment,
     )

@@ -67,7 +67,7 @@ def espalier_items(imported: ImportedModule) -> dict[str, Item | None]:
     if module.marker is not None:
         items[module.marker.name] = None
     if module.bias is not None and imported.crops_bias:
-        items[module.bias.name] = _cropped(module.bias, imported.out_features)
+        items[module.bias.name] = cropped_bias(module.bias, imported.out_features)
     return items
 
 
@@ -83,6 +83,7 @@ def _expanded_signs(stored: TensorRef) -> bytes:
     return unpack_signs(stored.array()).astype("<f2", copy=False).tobytes()
 
 
-def _cropped(bias: TensorRef, size: int) -> Made:
+def cropped_bias(bias: TensorRef, size: int) -> Made:
+    """Return the first ``size`` values of a bias, under its name and in its dtype."""
     width = bias.nbytes // bias.shape[0]
     return Made(bias.name, bias.dtype, (size,), lambda: bytes(bias.data()[: size * width]))

@@ -66,7 +66,7 @@ def espalier_to_exl3(
     if not source.modules:
         raise SourceError("the checkpoint has no quantized module", path=source.folder.root)
     check_lossless(source)
-    check_names(source)
+    check_names(source.plain.values(), source.modules)
     stated = quantization.source
     # With a seed it was encoded anew since: nothing of the EXL3 checkpoint is left that could come back.
     born = stated is not None and stated.format == "exl3" and stated.seed is None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from espalier_format.checkpoint.exl3_names import MODULE_KINDS
+from espalier_format.checkpoint.exl3_names import MODULE_KINDS, SCALE_KINDS
+from espalier_format.codec.rotation import EXL3_BLOCK
 from espalier_format.errors import LossyError, UnexpectedTensorError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from espalier_format.checkpoint.base import Checkpoint, ExpertBankView
+    from espalier_format.checkpoint.tensors import TensorRef
 
-BLOCK: Final = 128
 _SHOWN: Final = 3
 _GATE_AND_UP: Final = (("gate_proj", "up_proj"), ("w1", "w3"))
 
@@ -25,28 +26,36 @@ def check_lossless(checkpoint: Checkpoint) -> None:
     offending = [
         f"{name} ({module.codebook.name}, rotation {module.rotation.in_}/{module.rotation.out})"
         for name, module in checkpoint.modules.items()
-        if module.codebook.is_grid or tuple(module.rotation) != (BLOCK, BLOCK)
+        if module.codebook.is_grid or tuple(module.rotation) != (EXL3_BLOCK, EXL3_BLOCK)
     ]
     if offending:
         more = f" and {len(offending) - _SHOWN} more" if len(offending) > _SHOWN else ""
         raise LossyError(
             f"EXL3 cannot hold {len(offending)} of {len(checkpoint.modules)} modules without loss: "
-            f"{', '.join(offending[:_SHOWN])}{more}; it has no grid codebooks and rotates in blocks of {BLOCK} only. "
+            f"{', '.join(offending[:_SHOWN])}{more}; "
+            f"it has no grid codebooks and rotates in blocks of {EXL3_BLOCK} only. "
             "They would have to be encoded again: `espalier-format quantize SRC DST --to exl3 --bits N`",
             path=checkpoint.folder.root,
         )
 
 
-def check_names(checkpoint: Checkpoint) -> None:
-    """Raise UnexpectedTensorError for a plain tensor that would become part of a module in EXL3."""
-    for name in checkpoint.plain:
-        module, _, kind = name.rpartition(".")
-        if kind in MODULE_KINDS and module in checkpoint.modules:
-            raise UnexpectedTensorError(
-                f"in EXL3 this plain tensor would belong to the quantized module {module}",
-                path=checkpoint.tensors[name].shard.path,
-                tensor=name,
-            )
+def check_names(plain: Iterable[TensorRef], modules: Container[str]) -> None:
+    """Raise UnexpectedTensorError for a plain tensor that an EXL3 reader would take for a part of a module.
+
+    ``plain`` are all tensors of the output that belong to none, ``modules`` the quantized modules of the output. A row
+    table, a ``.trellis`` of two dimensions, is no module: it may have scales beside it.
+    """
+    found = [tensor for tensor in plain if "." in tensor.name and tensor.name.rpartition(".")[2] in MODULE_KINDS]
+    tables = {tensor.name for tensor in found if tensor.name.endswith(".trellis") and len(tensor.shape) == 2}
+    for tensor in found:
+        module, _, kind = tensor.name.rpartition(".")
+        if module in modules:
+            message = f"in EXL3 this plain tensor would belong to the quantized module {module}"
+        elif kind in ("trellis", *SCALE_KINDS) and f"{module}.trellis" not in tables:
+            message = "in EXL3 this plain tensor would be a part of a module that lacks others"
+        else:
+            continue
+        raise UnexpectedTensorError(message, path=tensor.shard.path, tensor=tensor.name)
 
 
 def loading_warnings(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from espalier_format.checkpoint.module import expect_scales
+from espalier_format.converters.espalier_block import OutputModule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,8 @@ class ImportedModule:
     in_features: int
     out_features: int
     size_source: Literal["exact", "padded"]
+    doubtful: Literal["bias", "svh"] | None = None
+    """The tensor that is not zero beyond the true size as it is stated, which is why the padded one is kept."""
 
     @property
     def crops_bias(self) -> bool:
@@ -35,6 +38,13 @@ class ImportedModule:
         """Whether the stored bias is shorter than the stored outputs, unlike what exllamav3 writes."""
         bias = self.module.bias
         return bias is not None and bias.shape[0] < self.module.padded_out
+
+    def as_output(self) -> OutputModule:
+        """Return what the config of the output says about the module."""
+        rotation = (self.module.rotation.in_, self.module.rotation.out)
+        return OutputModule(
+            self.module.name, self.module.codebook, self.in_features, self.out_features, rotation, self.size_source
+        )
 
 
 def import_modules(source: Checkpoint) -> tuple[dict[str, ImportedModule], tuple[str, ...]]:
@@ -57,18 +67,18 @@ def import_modules(source: Checkpoint) -> tuple[dict[str, ImportedModule], tuple
         if module.size_source == "padded":
             warnings.extend(_zeros_of_unknown_size(module, svh))
         else:
-            reason = None
+            reason: Literal["bias", "svh"] | None = None
             if module.bias is not None and sizes.crops_bias and not _is_zero_from(module.bias, module.out_features):
                 reason = "bias"
             elif svh[-1] == 0 and svh[module.out_features :].any():
                 reason = "svh"
             if reason is not None:
-                sizes = ImportedModule(module, module.padded_in, module.padded_out, "padded")
+                sizes = ImportedModule(module, module.padded_in, module.padded_out, "padded", reason)
                 kept.setdefault(reason, []).append(name)
         imported[name] = sizes
-    for reason, names in kept.items():
+    for kind, names in kept.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        warnings.append(f"padded size kept: the {reason} of {names[0]}{more} is not zero beyond the true size")
+        warnings.append(f"padded size kept: the {kind} of {names[0]}{more} is not zero beyond the true size")
     return imported, tuple(warnings)
 
 

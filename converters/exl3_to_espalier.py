@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component
+from espalier_format.checkpoint.files import refuse_single_file
 from espalier_format.checkpoint.storage_claims import STORAGE_NAME
 from espalier_format.container.index import INDEX_NAME, Index
-from espalier_format.container.json_document import JsonStyle, parse_json, read_json_object
+from espalier_format.container.json_document import JsonStyle, parse_json
 from espalier_format.container.names import CONFIG_NAME, SIGNATURE_NAME
 from espalier_format.container.writer import CheckpointWriter
 from espalier_format.converters.config_edit import BLOCK, untie, with_block
-from espalier_format.converters.espalier_block import espalier_block, plain_linear_modules
+from espalier_format.converters.espalier_block import (
+    check_block,
+    check_module_names,
+    espalier_block,
+    plain_linear_modules,
+)
 from espalier_format.converters.espalier_shards import plan_espalier_shards
 from espalier_format.converters.exl3_listing import index_describes, tensor_list_sha256
 from espalier_format.converters.exl3_modules import import_modules
@@ -20,7 +26,8 @@ from espalier_format.converters.report import ConversionReport
 from espalier_format.converters.shard_rewrite import ShardPlan, planned_tensors
 from espalier_format.converters.source_state import describe_conversion
 from espalier_format.errors import MalformedError, SchemaError, SourceError
-from espalier_format.schema.config import Source, parse_quantization_config
+from espalier_format.kernels.ordered_map import in_order, processors
+from espalier_format.schema.config import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,9 +84,15 @@ def exl3_to_espalier(
         index=source.folder.has(INDEX_NAME),
         tensor_list_sha256=_listing(source, plans),
     )
-    block = espalier_block(modules, source.expert_banks, plain_linear_modules(source), facts)
+    check_module_names(modules, source)
+    block = espalier_block(
+        {name: imported.as_output() for name, imported in modules.items()},
+        {name: tensor.shape for name, tensor in source.plain.items()},
+        plain_linear_modules(source),
+        facts,
+    )
     config[BLOCK] = block
-    parse_quantization_config(block, source.folder.root / CONFIG_NAME)
+    check_block(block)
     config_bytes = _config_style(source).dumps(config)
     # The source's block is two levels deeper now, and may be too deep to be read again.
     parse_json(config_bytes, path=destination / CONFIG_NAME)
@@ -129,10 +142,7 @@ def _check_source(source: Checkpoint) -> None:
         raise SourceError(f"not an EXL3 checkpoint, but {source.format}", path=source.folder.root)
     if not source.modules:
         raise SourceError("the checkpoint has no quantized module", path=source.folder.root)
-    has_config = source.folder.has(CONFIG_NAME)
-    opened_alone = has_config and not source.config and read_json_object(source.folder.path_of(CONFIG_NAME)) != {}
-    if opened_alone or [shard.name for shard in source.shards] != source.folder.shard_names():
-        raise SourceError("a single file is no checkpoint; give the folder", path=source.shards[0].path)
+    refuse_single_file(source)
 
 
 def _packed_signs(modules: Mapping[str, ImportedModule]) -> list[str]:
@@ -201,8 +211,8 @@ def _config_style(source: Checkpoint) -> JsonStyle:
 def _digests(source: Checkpoint, progress: Progress | None) -> dict[str, str]:
     meter = Meter(progress, sum(module.trellis_bytes for module in source.modules.values()), "digests")
     digests: dict[str, str] = {}
-    for name, module in source.modules.items():
-        digests[name] = source.digest(name)
-        meter.advance(module.trellis_bytes)
+    for name, digest in zip(source.modules, in_order(source.digest, source.modules, processors()), strict=True):
+        digests[name] = digest
+        meter.advance(source.modules[name].trellis_bytes)
     meter.finish()
     return digests

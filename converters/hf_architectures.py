@@ -7,8 +7,10 @@ source checkpoint. The differences are few and are listed here; `hf_layout` appl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from espalier_format.checkpoint.text_sections import text_sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,10 @@ class BakedScale:
     config_key: str | None = None
 
     def applies(self, config: Mapping[str, object]) -> bool:
-        """Tell whether the config, or its text part, sets a factor other than 1; true where none can be set."""
+        """Tell whether the config, or a text part, sets a factor other than 1; true where none can be set."""
         if self.config_key is None:
             return True
-        sections = (config, config.get("text_config"))
-        return any(isinstance(s, Mapping) and s.get(self.config_key) not in (None, 1) for s in sections)
+        return any(section.get(self.config_key) not in (None, 1) for section in text_sections(config))
 
 
 SLICE = re.compile(r"(?P<base>.+)\.slice\.(?P<index>0|[1-9][0-9]{0,5})")
@@ -128,20 +129,30 @@ GEMMA3_PARAMETER = "mm_input_projection_weight"
 
 
 def model_types(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the model types that a config states: its own, and that of its text part."""
-    text = config.get("text_config")
-    stated = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+    """Return the model types that a config states: its own, and those of its text parts."""
+    stated = (section.get("model_type") for section in text_sections(config))
     return tuple(name for name in stated if isinstance(name, str))
 
 
 def identities(config: Mapping[str, object]) -> tuple[str, ...]:
     """Names by which a config says what model it is: model types, the nested text model's too, and classes."""
     found: list[str] = []
-    for section in (config, config.get("text_config")):
-        if not isinstance(section, Mapping):
-            continue
+    for section in text_sections(config):
         if isinstance(model_type := section.get("model_type"), str):
             found.append(model_type)
         if isinstance(classes := section.get("architectures"), list):
             found += [name for name in classes if isinstance(name, str)]
     return tuple(found)
+
+
+def find_baked_scale(config: Mapping[str, object], modules: Iterable[str]) -> tuple[BakedScale, str, str] | None:
+    """Return the first scale that exllamav3 multiplies into one of these modules: the scale, the model's name, it."""
+    names = identities(config)
+    stored = tuple(modules)
+    for baked in BAKED_SCALES:
+        identity = next((name for name in names if baked.identity.search(name)), None)
+        if identity is not None and baked.applies(config):
+            module = next((module for module in stored if baked.module(module)), None)
+            if module is not None:
+                return baked, identity, module
+    return None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from espalier_format.checkpoint.text_sections import text_section
 from espalier_format.converters.hf_architectures import (
     ARCHITECTURES,
-    BAKED_SCALES,
     EXPERT,
     FUSED_EXPERTS,
     GEMMA3_PARAMETER,
@@ -20,7 +20,7 @@ from espalier_format.converters.hf_architectures import (
     SLICED_ALONG_OUT,
     Architecture,
     Join,
-    identities,
+    find_baked_scale,
     model_types,
 )
 from espalier_format.converters.hf_tensors import HfLayout, HfTensor, Row, Stored, StoredModule
@@ -42,7 +42,11 @@ def refuse_inexpressible(
             raise SourceError(message, tensor=name)
     if from_exl3:
         linear = (*modules, *(name.removesuffix(".weight") for name in plain if name.endswith(".weight")))
-        _refuse_baked_scales(config, linear)
+        found = find_baked_scale(config, linear)
+        if found is not None:
+            baked, identity, module = found
+            message = f"{identity} has a scale baked into its weights ({baked.scale}) that is not undone here"
+            raise SourceError(message, tensor=module)
 
 
 def plan_hf_layout(
@@ -65,18 +69,6 @@ def plan_hf_layout(
         unknown = ["config.json states no model type"]
     warnings = [f"{what}: tensor names are written as stored, not adapted to its loader" for what in unknown]
     return HfLayout(tuple(plan.tensors.values()), tuple(warnings))
-
-
-def _refuse_baked_scales(config: Mapping[str, object], modules: Iterable[str]) -> None:
-    names = identities(config)
-    for baked in BAKED_SCALES:
-        identity = next((name for name in names if baked.identity.search(name)), None)
-        if identity is None or not baked.applies(config):
-            continue
-        for module in modules:
-            if baked.module(module):
-                message = f"{identity} has a scale baked into its weights ({baked.scale}) that is not undone here"
-                raise SourceError(message, tensor=module)
 
 
 class _Plan:
@@ -132,7 +124,7 @@ class _Plan:
                 continue
             else:
                 # A plain one may stand as in the model or as a linear layer; its shape says which, unless it is square.
-                vision, text = _hidden_size(config, "vision_config"), _hidden_size(config, "text_config")
+                vision, text = _hidden_size(config.get("vision_config")), _hidden_size(text_section(config))
                 if vision == text or tensor.shape not in {(vision, text), (text, vision)}:
                     raise SourceError("its orientation does not follow from its shape and config.json", tensor=name)
                 transposed = tensor.shape == (text, vision)
@@ -242,7 +234,6 @@ def _whole(name: str, source: Stored) -> HfTensor:
     return HfTensor(name, source.shape, (((source,),),))
 
 
-def _hidden_size(config: Mapping[str, object], section: str) -> int | None:
-    values = config.get(section)
-    size = values.get("hidden_size") if isinstance(values, Mapping) else None
+def _hidden_size(section: object) -> int | None:
+    size = section.get("hidden_size") if isinstance(section, Mapping) else None
     return size if isinstance(size, int) else None

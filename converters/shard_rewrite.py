@@ -73,32 +73,38 @@ def in_file_order(shard: Shard) -> list[TensorInfo]:
 
 def planned_tensors(plan: ShardPlan) -> list[PlannedTensor]:
     """Return the tensors of a plan as the writer takes them. Memory: one block of the reader."""
-    reader = _Reader(plan.shard)
-    return [PlannedTensor(item.name, item.dtype, item.shape, _chunks(item, reader)) for item in plan.items]
+    reader = ItemReader()
+    return [reader.planned(plan.shard, item) for item in plan.items]
 
 
-def _chunks(item: Item, reader: _Reader) -> Callable[[], Iterable[Buffer]]:
-    if isinstance(item, Made):
-        return lambda: (item.make(),)
-    return lambda: reader.read(item.info.start, item.info.end)
+class ItemReader:
+    """Makes tensors for the writer out of items, of any number of shards. Memory: one block.
 
+    Those of a shard that are written in the order of their bytes cost one pass over it, in large blocks.
+    """
 
-class _Reader:
-    """Reads ranges of a shard's data section; ranges in ascending order cost one pass in large blocks."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._size = shard.header.file_size - shard.header.data_start
+    def __init__(self) -> None:
+        self._shard: Shard | None = None
         self._position = 0
-        self._blocks: Iterator[bytes] | None = None
+        self._blocks: Iterator[bytes] = iter(())
         self._rest = memoryview(b"")
 
-    def read(self, start: int, end: int) -> Iterator[memoryview]:
-        """Yield bytes [start, end) of the data section."""
+    def planned(self, shard: Shard, item: Item) -> PlannedTensor:
+        """Return the tensor of an item of ``shard``; nothing is read before its bytes are asked for."""
+        return PlannedTensor(item.name, item.dtype, item.shape, self._chunks(shard, item))
+
+    def _chunks(self, shard: Shard, item: Item) -> Callable[[], Iterable[Buffer]]:
+        if isinstance(item, Made):
+            return lambda: (item.make(),)
+        return lambda: self._read(shard, item.info.start, item.info.end)
+
+    def _read(self, shard: Shard, start: int, end: int) -> Iterator[memoryview]:
+        """Yield bytes [start, end) of the data section of a shard."""
         skip = start - self._position
-        if self._blocks is None or not 0 <= skip <= _LONGEST_SKIP:
-            self._blocks, self._rest = self._shard.chunks(start, self._size), memoryview(b"")
-            self._position = start
+        if self._shard is not shard or not 0 <= skip <= _LONGEST_SKIP:
+            size = shard.header.file_size - shard.header.data_start
+            self._blocks, self._rest = shard.chunks(start, size), memoryview(b"")
+            self._shard, self._position = shard, start
         else:
             # A marker of four bytes that is left out: reading on is cheaper than seeking.
             for _ in self._take(skip):
@@ -106,7 +112,7 @@ class _Reader:
         yield from self._take(end - start)
 
     def _take(self, size: int) -> Iterator[memoryview]:
-        while size > 0 and self._blocks is not None:
+        while size > 0:
             if not self._rest:
                 self._rest = memoryview(next(self._blocks))
             piece, self._rest = self._rest[:size], self._rest[size:]

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component, component_of
 from espalier_format.checkpoint.files import refuse_missing_tensors
+from espalier_format.codec.dtype_names import parse_choice
 from espalier_format.container.header import tensor_bytes
 from espalier_format.container.json_document import JsonStyle
 from espalier_format.container.names import CONFIG_NAME, SIGNATURE_NAME
 from espalier_format.container.planned_tensor import PlannedTensor
 from espalier_format.container.writer import CheckpointWriter
 from espalier_format.converters.exl3_modules import import_modules
-from espalier_format.converters.hf_config import DtypeChoice, hf_config, target_dtype
+from espalier_format.converters.hf_config import hf_config, target_dtype
 from espalier_format.converters.hf_layout import plan_hf_layout, refuse_inexpressible
 from espalier_format.converters.hf_stream import stream_tensor, written_dtype
 from espalier_format.converters.hf_tensors import StoredModule
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.checkpoint.module import QuantizedModule
     from espalier_format.checkpoint.packed_module import PackedModule
+    from espalier_format.codec.dtype_names import DtypeChoice
     from espalier_format.converters.hf_tensors import HfTensor
     from espalier_format.progress import Progress
 
@@ -98,6 +100,7 @@ def to_hf(
         NonFiniteScaleError: a scale is infinite or NaN.
         OutputExistsError, UsageError, WriteError: as `CheckpointWriter`.
     """
+    dtype = parse_choice(dtype)
     if source.format == "plain":
         raise SourceError("the checkpoint is not quantized: there is nothing to decode", path=source.folder.root)
     if not source.config:
@@ -105,7 +108,7 @@ def to_hf(
         raise MissingFileError(message, path=source.folder.root / CONFIG_NAME)
     if max_shard_bytes < 1:
         raise UsageError("the shard limit must be positive", got=max_shard_bytes)
-    refuse_inexpressible(source.config, source.modules, source.plain, from_exl3=_from_exl3(source))
+    refuse_inexpressible(source.config, source.modules, source.plain, from_exl3=source.was_exl3)
     _refuse_padded(source)
     _refuse_contradicted(source)
     if source.packed:
@@ -115,7 +118,7 @@ def to_hf(
         name: StoredModule(module.in_features, module.out_features, None if module.bias is None else module.bias.name)
         for name, module in stored.items()
     }
-    plain = {name: source.tensors[name].shape for name in source.plain}
+    plain = {name: tensor.shape for name, tensor in source.plain.items()}
     layout = plan_hf_layout(source.config, modules, plain)
     target = None if source.packed and dtype == "source" else target_dtype(source.config, dtype)
     tensors = [
@@ -176,20 +179,17 @@ def _refuse_contradicted(source: Checkpoint) -> None:
     """Refuse to cut off what is no padding: EXL3 tensors that hold more than config.json says."""
     if source.format != "exl3":
         return
-    imported, warnings = import_modules(source)
-    for name, sizes in imported.items():
-        if sizes.size_source == "padded":
-            what = warnings[0].removeprefix("padded size kept: ")
-            raise UnknownSizeError(
-                f"{what}, which may be larger than it is said to be, and plain weights need it",
-                path=source.folder.root,
-                tensor=name,
-            )
-
-
-def _from_exl3(source: Checkpoint) -> bool:
-    origin = None if source.quantization is None else source.quantization.source
-    return source.format == "exl3" or (origin is not None and origin.format == "exl3")
+    imported, _ = import_modules(source)
+    doubtful = [(name, sizes.doubtful) for name, sizes in imported.items() if sizes.doubtful is not None]
+    if doubtful:
+        name, kind = doubtful[0]
+        more = f", and the same is so of {len(doubtful) - 1} more" if len(doubtful) > 1 else ""
+        raise UnknownSizeError(
+            f"the {kind} of {name} is not zero beyond the true size{more}: it may be larger than it is said to be, "
+            "and plain weights need it",
+            path=source.folder.root,
+            tensor=name,
+        )
 
 
 def _in_source_order(source: Checkpoint, tensors: Iterable[HfTensor]) -> list[HfTensor]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from espalier_format.checkpoint.base import Checkpoint
-from espalier_format.checkpoint.derived_banks import derive_banks
+from espalier_format.checkpoint.derived_banks import BankMember, derive_banks
 from espalier_format.checkpoint.files import check_shards, other_files
-from espalier_format.checkpoint.true_sizes import TrueSize
 from espalier_format.container.names import CONFIG_NAME
 from espalier_format.converters.compressed_tensors_modules import find_modules, plain_names
 from espalier_format.converters.compressed_tensors_schemes import is_compressed_tensors, read_schemes
@@ -48,7 +47,7 @@ def open_compressed_tensors(
     plain = tuple(plain_names(table, modules))
     banks = derive_banks(
         {
-            name: (module.scheme, TrueSize(module.in_features, module.out_features, module.size_source, ""))
+            name: BankMember(module.scheme, module.in_features, module.out_features, module.size_source)
             for name, module in modules.items()
         },
         {name: table.infos[name].shape for name in plain},
@@ -62,7 +61,7 @@ def open_compressed_tensors(
         tensors=table.refs(),
         modules={},
         expert_banks=banks,
-        plain=plain,
+        plain=table.refs(plain),
         other_files=other_files(folder, shards),
         warnings=(*duplicates, *listed.warnings, *schemes.warnings),
         packed=modules,

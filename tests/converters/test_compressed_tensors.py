@@ -209,7 +209,12 @@ REFUSED: dict[str, tuple[dict[str, Tensor | None], dict[str, Any], type[Espalier
     "zero point too small": (
         {"weight_zero_point": _zeros((4, 2), torch.int32)}, {"symmetric": False}, ShapeError, "do not have this width"),
     "zero point not packed": (
-        {"weight_zero_point": _zeros((40, 2), torch.int8)}, {"symmetric": False}, ShapeError, "does not fit the scale"),
+        {"weight_zero_point": _zeros((40, 2), torch.int32)}, {"symmetric": False}, ShapeError, "not have this width"),
+    "zero point not packed of other rows": (
+        {"weight_zero_point": _zeros((39, 2), torch.int8)}, {"symmetric": False}, ShapeError, "does not fit the scale"),
+    "shape of another dtype": (
+        {"weight_shape": _zeros((2,), torch.float32)}, {}, DtypeError, "two I64 or I32 numbers"),
+    "shape of three numbers": ({"weight_shape": _zeros((3,), torch.int32)}, {}, DtypeError, "two I64 or I32 numbers"),
     "order that is denied": ({"weight_g_idx": ORDER}, {}, UnexpectedTensorError, "does not order groups"),
     "order denied by weight": (
         {"weight_g_idx": ORDER}, {"actorder": "weight"}, UnexpectedTensorError, "does not order groups"),
@@ -330,7 +335,7 @@ def test_scales_of_activations_are_not_weights(tmp_path: Path) -> None:
     with open_checkpoint(draft.write(tmp_path)) as checkpoint:
         assert [tensor.name for tensor in checkpoint.packed["m"].activations] == ["m.input_scale"]
         assert "weights only are read" in checkpoint.warnings[0]
-        assert checkpoint.plain == ()
+        assert tuple(checkpoint.plain) == ()
 
 
 FORMS = [

@@ -31,7 +31,7 @@ from compressed_tensors_cases import (
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.converters.to_hf import to_hf
 from espalier_format.errors import IndexMismatchError, MissingFileError, OutputExistsError, SourceError, WriteError
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.progress import NullProgress
 
 
@@ -98,7 +98,7 @@ def test_conversion_gives_the_model_back_with_decoded_weights(
     name: str, original: Path, packed: dict[str, Packed], tmp_path: Path
 ) -> None:
     case, output = packed[name], tmp_path / "hf"
-    report = convert(case.draft.write(tmp_path / "packed"), output, to="hf")
+    report = convert_checkpoint(case.draft.write(tmp_path / "packed"), output, to="hf")
     config, tensors = model(original)
     written, metadata = read_safetensors(output / "model.safetensors")
     assert metadata == {"format": "pt"}
@@ -118,7 +118,7 @@ def test_conversion_gives_the_model_back_with_decoded_weights(
 
 def test_transformers_loads_what_was_written(packed: dict[str, Packed], tmp_path: Path) -> None:
     case, output = packed["mixed"], tmp_path / "hf"
-    convert(case.draft.write(tmp_path / "packed"), output, to="hf")
+    convert_checkpoint(case.draft.write(tmp_path / "packed"), output, to="hf")
     auto = transformers.AutoModelForImageTextToText
     loaded, info = auto.from_pretrained(output, output_loading_info=True)
     assert [key for key, found in info.items() if found] == []
@@ -145,7 +145,7 @@ def test_the_default_dtype_is_the_scale_s_and_others_are_casts_of_it(tmp_path: P
     draft.config |= {"dtype": "bfloat16", "model_type": "llama"}
     source = draft.write(tmp_path / "packed")
     for dtype, stored in ((None, "F32"), ("bf16", "BF16"), ("fp16", "F16")):
-        convert(source, tmp_path / str(dtype), to="hf", dtype=dtype)  # type: ignore[arg-type]
+        convert_checkpoint(source, tmp_path / str(dtype), to="hf", dtype=dtype)  # type: ignore[arg-type]
         written = read_safetensors(tmp_path / str(dtype) / "model.safetensors")[0]
         assert sorted(written) == ["m.bias", "m.weight"]
         kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -156,7 +156,7 @@ def test_the_default_dtype_is_the_scale_s_and_others_are_casts_of_it(tmp_path: P
 @pytest.mark.parametrize("to", ["espalier", "exl3"])
 def test_integers_are_no_trellis_codes(to: str, packed: dict[str, Packed], tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="espalier-format quantize"):
-        convert(packed["mixed"].draft.write(tmp_path / "packed"), tmp_path / "out", to=to)  # type: ignore[arg-type]
+        convert_checkpoint(packed["mixed"].draft.write(tmp_path / "packed"), tmp_path / "out", to=to)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
@@ -167,7 +167,7 @@ def test_a_tensor_that_only_the_index_names_is_not_left_out_silently(packed: dic
     index["weight_map"]["mtp.layers.0.mlp.gate.weight"] = "model-00001-of-00002.safetensors"
     path.write_text(json.dumps(index))
     with pytest.raises(IndexMismatchError, match="no shard holds it") as caught:
-        convert(source, tmp_path / "out", to="hf")
+        convert_checkpoint(source, tmp_path / "out", to="hf")
     assert caught.value.tensor == "mtp.layers.0.mlp.gate.weight"
     assert not (tmp_path / "out").exists()
 
@@ -204,7 +204,7 @@ def test_a_module_that_is_quantized_though_ignored_is_converted_with_a_warning(
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"]["ignore"].append("re:.*self_attn.*")
     (source / "config.json").write_text(json.dumps(config))
-    report = convert(source, tmp_path / "hf", to="hf")
+    report = convert_checkpoint(source, tmp_path / "hf", to="hf")
     assert [warning.partition("though")[2] for warning in report.warnings] == [" the config ignores them"]
     written = read_safetensors(tmp_path / "hf" / "model.safetensors")[0]
     name = "model.language_model.layers.3.self_attn.q_proj"
@@ -259,9 +259,9 @@ def test_an_interrupted_conversion_is_taken_up_with_force(
     with open_checkpoint(source) as checkpoint, pytest.raises(WriteError, match="stopped"):
         to_hf(checkpoint, output, progress=Interrupted())
     assert not (output / "config.json").exists()
-    convert(source, output, to="hf")
+    convert_checkpoint(source, output, to="hf")
     whole = (output / "model.safetensors").read_bytes()
     with pytest.raises(OutputExistsError):
-        convert(source, output, to="hf")
-    convert(source, output, to="hf", force=True)
+        convert_checkpoint(source, output, to="hf")
+    convert_checkpoint(source, output, to="hf", force=True)
     assert (output / "model.safetensors").read_bytes() == whole

@@ -14,7 +14,7 @@ from espalier_format.converters.compressed_tensors_patterns import Names, spell
 PATH = Path("config.json")
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 PARTS = ["layers.0", "layers.1", "layers.10", "mlp", "experts.3", "up_proj", "q_proj", "lm_head", "embed_tokens", "mtp"]
-PARTS += ["x" * 250]
+PARTS += ["x" * 250, "visual"]
 MODULES = st.builds(
     lambda prefix, parts: prefix + ".".join(parts),
     st.sampled_from(["", "model.", "model.language_model.", "language_model.model.", "model.model."]),
@@ -32,7 +32,7 @@ ENTRIES = st.lists(st.one_of(MODULES, EXPRESSIONS, st.sampled_from(["Linear", "E
 
 def other_names(module: str) -> list[str]:
     first = next((prefix for prefix in PREFIXES if module.startswith(prefix)), None)
-    if first is None:
+    if first is None or "visual" in module.split("."):
         return []
     return [other + module[len(first) :] for other in PREFIXES if other != first]
 
@@ -44,15 +44,17 @@ def matches(entry: str, name: str) -> bool:
 def expected_rank(entries: list[str], module: str) -> int:
     expressions = [entry for entry in entries if entry.startswith("re:")]
     if module in entries:
-        return 5
+        return 6
     if any(matches(entry, module) for entry in expressions):
-        return 3
+        return 4
     for other in other_names(module):
         if other in entries:
-            return 4
+            return 5
         if any(matches(entry, other) for entry in expressions):
-            return 2
-    return int("Linear" in entries or ("Embedding" in entries and component_of(module) is Component.EMBEDDINGS))
+            return 3
+    if component_of(module) is Component.EMBEDDINGS:
+        return 2 if "Embedding" in entries else int("Linear" in entries)
+    return 2 if "Linear" in entries else 0
 
 
 def expected_idle(entries: list[str], modules: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from espalier_format.converters import compressed_tensors_patterns
-from espalier_format.converters.compressed_tensors_patterns import Names, spell
+from espalier_format.converters.compressed_tensors_patterns import CLASS_RANK, Names, spell
 from espalier_format.converters.compressed_tensors_schemes import Schemes, read_schemes
 from espalier_format.errors import EspalierError, LimitError, SchemaError, SourceError
 
@@ -53,12 +54,12 @@ def test_expressions_are_anchored_at_the_start_only() -> None:
 def test_names_of_the_model_in_memory_are_taken_for_those_of_the_checkpoint(target: str) -> None:
     schemes = _schemes(([target], _weights()))
     assert schemes.resolve(f"{LAYER}.mlp.up_proj") is not None
-    assert schemes.resolve("model.visual.mlp.up_proj") is (None if "3" in target else schemes.groups[0].scheme)
+    assert schemes.resolve("model.visual.mlp.up_proj") is None
 
 
 def test_a_container_does_not_name_what_is_in_it_and_a_class_no_module() -> None:
     names = Names.parse(["mlp", "Linear"], "ignore", PATH)
-    assert names.rank("mlp.up_proj") == 1
+    assert names.rank("mlp.up_proj") == CLASS_RANK
     assert not names.named("mlp.up_proj")
     assert names.named("mlp")
     assert list(Names.parse(["mlp", "re:mlp$", "re:mlp", "Linear"], "ignore", PATH).idle(spell(["mlp.up_proj"]))) == [
@@ -92,9 +93,16 @@ def test_a_strategy_that_is_not_stated_follows_from_the_group_size(changes: dict
         ({"format": "float-quantized"}, SourceError, "'float-quantized'"),
         ({"format": "pack-quantized-v2"}, SourceError, "'pack-quantized-v2'"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, SourceError, "sparsity_config"),
+        ({"sparsity_config": {"targets": ["Linear"]}}, SourceError, "sparsity_config"),
         ({"transform_config": {"config_groups": {"u": 1}}}, SourceError, "transform_config"),
+        ({"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": [{}]}}}}, SourceError, "transform"),
+        ({"transform_config": {"config_groups": {}, "u": 1}}, SourceError, "transform_config"),
         ({"config_groups": {}}, SchemaError, "must be an object with a group"),
-        ({"config_groups": {"W4A16": ["Linear"]}}, SchemaError, "W4A16 must be an object"),
+        ({"config_groups": {"group_0": ["Linear"]}}, SchemaError, "group_0 must be an object, or a list of targets"),
+        ({"config_groups": {"W5A4": ["Linear"]}}, SchemaError, "W5A4 must be an object"),
+        ({"config_groups": {"W4A16": "Linear"}}, SchemaError, "W4A16 must be an object"),
+        ({"config_groups": {"W4A16": [4]}}, SchemaError, "list of strings"),
+        ({"config_groups": {"w8a16": ["Linear"]}}, SourceError, "up to release 0.13"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": [4]}}}, SchemaError, "weights must be an object"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": {}, "format": "nvfp4-pack-quantized"}}},
          SourceError, "nvfp4-pack-quantized"),
@@ -112,7 +120,7 @@ def test_what_a_config_may_not_say(block: dict[str, Any], error: type[EspalierEr
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a+)+$", "(a|a)*b", "((a*)x?)*b", "(?:a+)+b", "(a|b){1,99}c", ".*" * 5 + "x", "([a-z]+\\.)*x"]
+    "pattern", ["(a+)+$", "(a|a)*b", "((a*)x?)*b", "(?:a+)+b", "(.|b){1,99}c", ".*" * 5 + "x", ".?" * 60 + "y"]
 )
 def test_an_expression_that_may_never_end_is_refused(pattern: str) -> None:
     with pytest.raises(SourceError, match="too long to match"):
@@ -133,10 +141,21 @@ def test_expressions_that_people_write_are_taken(pattern: str) -> None:
 
 
 def test_a_list_that_takes_too_long_altogether_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = Names.parse(["re:.*a.*a.*a.*b"], "ignore", PATH)
+    names = Names.parse(["re:.*a.*a.*b"], "ignore", PATH)
     assert not names.named("a" * 300)  # too long to be looked at
-    monkeypatch.setattr(compressed_tensors_patterns, "_MAX_SECONDS", 1e-4)
+    monkeypatch.setattr(compressed_tensors_patterns, "_MAX_SECONDS", 0.1)
+    several = [f"{'a' * 200}{number}" for number in range(1000)]
+    started = time.monotonic()
     with pytest.raises(LimitError, match="takes too long to match"):
+        names.prepare(spell(several))
+    assert time.monotonic() - started < 30  # the clock is read before all are done
+
+
+def test_an_expression_that_takes_too_long_on_a_long_name_is_refused_there() -> None:
+    names = Names.parse(["re:.*a.*a.*a.*b"], "ignore", PATH)
+    assert names.named("a" * 60 + "b")
+    assert not names.named("x" * 200)  # has no "a", so that nothing is tried
+    with pytest.raises(SourceError, match="may take too long on a long name"):
         names.named("a" * 100)
 
 
@@ -171,3 +190,27 @@ def test_groups_without_weights_and_warnings() -> None:
     schemes = _schemes((["Linear"], None), (["re:x"], _weights()), kv_cache_scheme={"num_bits": 8})
     assert schemes.resolve("a") is None
     assert "key/value cache" in schemes.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"sparsity_config": {"format": "dense", "global_sparsity": 19.1, "sparsity_structure": "unstructured"}},
+        {"transform_config": {"config_groups": {}}},
+        {"transform_config": {"config_groups": None}},
+        {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}}},
+    ],
+)
+def test_what_changes_no_weight_is_no_reason_to_refuse(block: dict[str, Any]) -> None:
+    assert _schemes((["Linear"], _weights()), **block).resolve("a") is not None
+
+
+@pytest.mark.parametrize("key", ["sparsity_config", "transform_config", "config_groups", "ignore"])
+def test_messages_name_the_place_that_counts(key: str) -> None:
+    block = {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["x"]}}, key: "junk"}
+    for config, place in (
+        ({"compression_config": block}, "compression_config"),
+        ({"text_config": {"quantization_config": block}}, "text_config.quantization_config"),
+    ):
+        with pytest.raises(EspalierError, match=rf": {re.escape(place)}\.{key}"):
+            read_schemes(config, PATH)
