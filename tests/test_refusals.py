@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import Exl3Module, Module, Tensor, espalier_draft, exl3_draft
+from builders import Bank, Exl3Module, Module, Tensor, espalier_draft, exl3_draft
 
 import espalier_format
 from espalier_format import errors, limits
@@ -194,6 +194,18 @@ def test_limit_error_of_tensors_of_all_shards(tmp_path: Path, monkeypatch: pytes
     """With a lower limit; two million tensors would take this test half a minute."""
     espalier_draft(num_shards=2).write(tmp_path)
     monkeypatch.setattr("espalier_format.checkpoint.tensors.MAX_TENSORS", 20)
+    provoke(errors.LimitError, lambda: open_checkpoint(tmp_path))
+
+
+def test_limit_error_of_tensors_that_a_config_calls_for(tmp_path: Path) -> None:
+    """One character of an assignment is an expert, so this config is small; the shards are not even read."""
+    draft = espalier_draft((), (Bank("experts", {"w1": (16, 16)}, ("e2m1@1",), "0", (0, 0)),), {})
+    bank = draft.block["expert_banks"]["experts"]
+    bank["num_experts"] = limits.MAX_TENSORS // 3 + 1
+    bank["projections"]["w1"]["assignment"] = "0" * bank["num_experts"]
+    draft.write(tmp_path)
+    provoke(errors.LimitError, lambda: open_checkpoint(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
     provoke(errors.LimitError, lambda: open_checkpoint(tmp_path))
 
 

@@ -1,27 +1,38 @@
-"""Find the expert banks of a checkpoint that has no config which names them, an EXL3 one say (spec/exl3.md §5)."""
+"""Find the expert banks where no config names them: of an EXL3 checkpoint, or an output (spec/exl3.md §5)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple
 
 from espalier_format.checkpoint.base import ExpertBankView
 from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
-
-    from espalier_format.checkpoint.true_sizes import TrueSize
+    from collections.abc import Mapping
 
 _LONGEST_NUMBER = 9
 
 
+class BankMember(NamedTuple):
+    """What decides whether a quantized module can be in a bank: its sizes, and ``form``, must be those of the others.
+
+    ``form`` is the source of the sizes, and the rotation where it is not the same everywhere.
+    """
+
+    codebook: Hashable
+    in_features: int
+    out_features: int
+    form: Hashable
+
+
 def derive_banks(
-    modules: Mapping[str, tuple[Hashable, TrueSize]], plain_shapes: Mapping[str, tuple[int, ...]]
+    modules: Mapping[str, BankMember], plain_shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ExpertBankView]:
     """Return the banks: modules ``<bank>.<e>.<projection>`` where ``<bank>`` ends in the part ``experts``.
 
     A projection belongs to the bank when every expert from 0 to the highest of any projection has it,
-    quantized or as a plain ``.weight``, all with the same sizes and the same source of them, in at most 36
+    quantized or as a plain ``.weight``, all with the same sizes and, if quantized, the same form, in at most 36
     codebooks. The experts of a projection that does not qualify are modules of their own.
     """
     quantized: dict[str, dict[str, dict[int, str]]] = {}
@@ -66,17 +77,16 @@ def _expert(name: str) -> tuple[str, int, str] | None:
 def _is_uniform(
     experts: Mapping[int, str],
     plain: Mapping[int, tuple[int, ...]],
-    modules: Mapping[str, tuple[Hashable, TrueSize]],
+    modules: Mapping[str, BankMember],
     num_experts: int,
 ) -> bool:
     """Tell whether the experts of one projection can share one entry of a bank."""
     # Counting first: a single expert of number 999,999,999 must not cost a loop of that length.
     if len(experts.keys() | plain.keys()) != num_experts:
         return False
-    sizes = {
-        (size.in_features, size.out_features, size.source) for _, size in (modules[name] for name in experts.values())
-    }
-    if len(sizes) != 1 or len({modules[name][0] for name in experts.values()}) > len(ASSIGNMENT_ALPHABET):
+    members = [modules[name] for name in experts.values()]
+    sizes = {(member.in_features, member.out_features, member.form) for member in members}
+    if len(sizes) != 1 or len({member.codebook for member in members}) > len(ASSIGNMENT_ALPHABET):
         return False
     in_features, out_features, _ = sizes.pop()
     return all(shape == (out_features, in_features) for expert, shape in plain.items() if expert not in experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -81,7 +82,11 @@ def _callable(module: ModuleType, attribute: str, path: str) -> Decoder:
     return cast("Decoder", found)
 
 
-def see_current_folder() -> None:
-    """Let modules of the current folder be imported, as ``python -m`` does; a console script has its own there."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+def see_current_folder(folder: Path | None = None) -> None:
+    """Let modules of the current folder be imported, as ``python -m`` does; a console script has its own there.
+
+    ``folder`` is what was the current one when the program began, where that may change before all is imported.
+    """
+    entry = "" if folder is None else str(folder)
+    if entry not in sys.path and "" not in sys.path:
+        sys.path.insert(0, entry)

@@ -7,6 +7,7 @@ them all.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -37,11 +38,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--espalier-dtype",
         action="append",
         default=[],
-        choices=["float32", "float16", "bfloat16"],
-        help="Only this output format. May be repeated.",
+        type=_dtype,
+        metavar="DTYPE",
+        help="Only this output format: float32, float16 or bfloat16. May be repeated.",
     )
     group.addoption("--espalier-exact", action="store_true", help="Weights must be correctly rounded.")
     group.addoption("--espalier-exl3", action="store_true", help="Also refusals that only readers of EXL3 can give.")
+
+
+def _dtype(name: str) -> str:
+    from espalier_format.codec.dtype_names import parse_dtype  # noqa: PLC0415 - only where it is asked for
+    from espalier_format.errors import UsageError  # noqa: PLC0415
+
+    try:
+        return parse_dtype(name)
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 @pytest.hookimpl(tryfirst=True)  # so that -k and -m see the new tests
@@ -70,11 +82,12 @@ class ConformanceSuite(pytest.Collector):
     def collect(self) -> Iterator[ConformanceTest]:
         """Yield a test per case; what is wrong with the options ends the run as bad usage."""
         from espalier_format.conformance.bench import Bench  # noqa: PLC0415 - only where it is asked for
-        from espalier_format.conformance.loading import load_decoders  # noqa: PLC0415
+        from espalier_format.conformance.loading import load_decoders, see_current_folder  # noqa: PLC0415
         from espalier_format.conformance.suite import Options, cases_of  # noqa: PLC0415
         from espalier_format.errors import EspalierError  # noqa: PLC0415
 
         config = self.config
+        see_current_folder(config.invocation_params.dir)
         try:
             decoders, _ = load_decoders(config.getoption("espalier_decoder"))
             bench = Bench(config.getoption("espalier_device"))

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from espalier_format.codec.dtype_names import parse_dtype
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.conformance import comparison
 from espalier_format.conformance.attempt import attempt, attempt_folder
@@ -33,7 +34,7 @@ class Options:
     """Which cases are wanted, and how strict they are."""
 
     dtypes: tuple[OutputDtype, ...] = DTYPES
-    """Output formats of weights and products."""
+    """Output formats of weights and products; short names ("bf16") become these, and each counts once."""
     exact: bool = False
     """Whether weights have to be correctly rounded, not only within tolerance."""
     readers: tuple[Reader, ...] = ("espalier",)
@@ -44,9 +45,9 @@ class Options:
     """Patterns of names; no case that one fits."""
 
     def __post_init__(self) -> None:
-        unknown = [dtype for dtype in self.dtypes if dtype not in DTYPES]
-        if unknown or not self.dtypes:
-            raise UsageError("no such output dtype", expected=list(DTYPES), got=unknown)
+        if not self.dtypes:
+            raise UsageError("no such output dtype", expected=list(DTYPES), got="none")
+        object.__setattr__(self, "dtypes", tuple(dict.fromkeys(parse_dtype(dtype) for dtype in self.dtypes)))
 
     def wants(self, name: str) -> bool:
         """Tell whether a case of that name is wanted."""

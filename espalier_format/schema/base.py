@@ -54,7 +54,6 @@ class FrozenModel(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        populate_by_name=True,
         protected_namespaces=(),
     )
 
@@ -65,7 +64,7 @@ class FrozenModel(BaseModel):
         fields = cls.model_fields
         if type(value) is not dict or len(value) <= len(fields) + 1:
             return value
-        known = {*fields, *(field.validation_alias for field in fields.values())}
+        known = {field.alias or name for name, field in fields.items()}
         unknown = next(key for key in value if key not in known)
         return {key: item for key, item in value.items() if key in known or key is unknown}
 
@@ -97,6 +96,14 @@ _PART: Final = r"[^.\x00-\x1f]+"
 
 DOTTED_NAME: Final = rf"^{_PART}(\.{_PART})*$"
 """Regular expression of a module name: parts joined by dots, none of them empty, no control characters."""
+
+_NAME: Final = re.compile(DOTTED_NAME.removesuffix("$"))
+
+
+def is_dotted_name(name: str) -> bool:
+    """Tell whether a config can hold this name of a module, as ``DOTTED_NAME`` says."""
+    return _NAME.fullmatch(name) is not None
+
 
 DottedName = Annotated[str, Field(pattern=DOTTED_NAME)]
 """A module name, as ``DOTTED_NAME`` says."""

@@ -23,7 +23,7 @@ from espalier_format.schema.base import (
     schema_error,
 )
 from espalier_format.schema.expert_bank import ExpertBank, Rotation, SizeSource
-from espalier_format.schema.semantics import check_codebooks, check_semantics
+from espalier_format.schema.semantics import check_codebooks, check_semantics, check_tensor_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,6 +151,7 @@ class QuantizationConfig(FrozenModel):
         """Check what no field can check alone."""
         check_codebooks(self, document_path(info))
         check_semantics(self, document_path(info))
+        check_tensor_count(self, document_path(info))
         return self
 
     def to_json(self) -> dict[str, object]:
@@ -186,6 +187,7 @@ def parse_quantization_config(block: object, path: str | Path | None = None) -> 
         SchemaError: a key is missing, unknown or of the wrong form, or the fields contradict each other.
         CodebookError: a codebook is unknown, or stated with other constants than the specification's.
         PathError: ``source.carried_files`` names a file outside the checkpoint.
+        LimitError: it calls for more tensors than a checkpoint may have.
     """
     if not isinstance(block, Mapping):
         raise SchemaError(f"{ROOT} must be a JSON object, but is {describe(block)}", path=path)

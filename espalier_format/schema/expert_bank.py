@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -18,22 +18,30 @@ PLAIN_EXPERT: Final = "-"
 """The ``assignment`` character of an expert whose projection is stored as a plain ``.weight``."""
 
 
-def _refuse_boolean(value: object) -> object:
-    # False equals 0, so a Literal alone would take it.
-    if isinstance(value, bool):
-        raise PydanticCustomError("block", "must be 0, 32, 64, 128 or 256")
+def _refuse_equals(value: object) -> object:
+    # A Literal alone would take what equals one of its values: False is 0, and 128.0 is 128.
+    if type(value) is not int:
+        raise PydanticCustomError("block", "must be one of the integers 0, 32, 64, 128 and 256")
     return value
 
 
-Block = Annotated[Literal[0, 32, 64, 128, 256], BeforeValidator(_refuse_boolean)]
+Block = Annotated[Literal[0, 32, 64, 128, 256], BeforeValidator(_refuse_equals)]
 SizeSource = Literal["exact", "padded"]
 
 
 class Rotation(FrozenModel):
     """Hadamard block sizes of the two sides of a weight; 0 means not rotated (``spec/rotation.md``)."""
 
-    in_: Block = Field(validation_alias="in", serialization_alias="in")
+    in_: Block = Field(alias="in")
     out: Block
+
+    @classmethod
+    def of(cls, inputs: int, outputs: int) -> Self:
+        """Return the rotation with these blocks: Python has no keyword argument ``in``.
+
+        Raises ``pydantic.ValidationError`` for a block that does not exist.
+        """
+        return cls.model_validate({"in": inputs, "out": outputs})
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object."""

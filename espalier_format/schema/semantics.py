@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.container.folder import check_name
-from espalier_format.errors import CodebookError, SchemaError
+from espalier_format.errors import CodebookError, LimitError, SchemaError
+from espalier_format.limits import MAX_TENSORS
 from espalier_format.schema.base import json_path
 from espalier_format.schema.expert_bank import ASSIGNMENT_ALPHABET, PLAIN_EXPERT
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from espalier_format.schema.expert_bank import Projection
 
 _ROOT = "quantization_config"
+_TENSORS_PER_MODULE = 3  # trellis, suh, svh
 
 
 def check_codebooks(config: QuantizationConfig, path: str | Path | None = None) -> None:
@@ -87,6 +89,20 @@ def check_semantics(config: QuantizationConfig, path: str | Path | None = None) 
             if carried in stored:
                 raise refuse(("source", "carried_files", original), "another file has been given the same name")
             stored.add(carried)
+
+
+def check_tensor_count(config: QuantizationConfig, path: str | Path | None = None) -> None:
+    """Raise ``LimitError`` where more tensors are called for than a checkpoint may have (spec/errors.md §5).
+
+    An expert is one character of a config, and a thousand bytes as an object.
+    """
+    count = _TENSORS_PER_MODULE * len(config.modules)
+    for bank in config.expert_banks.values():
+        for projection in bank.projections.values():
+            plain = projection.assignment.count(PLAIN_EXPERT)
+            count += plain + _TENSORS_PER_MODULE * (bank.num_experts - plain)
+    if count > MAX_TENSORS:
+        raise LimitError(f"{_ROOT} calls for too many tensors", path=path, expected=f"at most {MAX_TENSORS}", got=count)
 
 
 def _known(name: str, where: str, path: str | Path | None) -> Codebook:

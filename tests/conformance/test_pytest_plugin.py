@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -40,16 +39,17 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *arguments: str, code: int = 0) -> str:
+AS_MODULE = (sys.executable, "-m", "pytest")
+AS_SCRIPT = (sys.executable, "-c", "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main())")
+"""As the program ``pytest`` starts: its first place to import from is not the current folder."""
+
+
+def run(project: Path, *arguments: str, code: int = 0, start: tuple[str, ...] = AS_MODULE) -> str:
     """Run pytest with this plugin alone, by its entry point where the installed package has one already."""
     registered = any(point.value == PLUGIN for point in entry_points(group="pytest11"))
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *([] if registered else ["-p", PLUGIN]), *arguments],
+        [*start, "-p", "no:cacheprovider", *([] if registered else ["-p", PLUGIN]), *arguments],
         cwd=project,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(project), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        },
         check=False,
         capture_output=True,
         text=True,
@@ -71,6 +71,23 @@ def test_one_test_per_case(project: Path) -> None:
     assert "41 passed, 1 deselected" in chosen
 
 
+def test_decoders_of_the_current_folder_however_pytest_is_started(project: Path) -> None:
+    """Also where the tests lie elsewhere, change the folder, and pytest itself adds nothing to the path."""
+    tests = project / "tests"
+    tests.mkdir()
+    (tests / "test_elsewhere.py").write_text(
+        "def test_own(tmp_path, monkeypatch):\n    monkeypatch.chdir(tmp_path)\n    import later\n"
+    )
+    (project / "later.py").write_text("")
+    for start in (AS_SCRIPT, AS_MODULE):
+        chosen = run(
+            project, "-q", "--import-mode=importlib", "tests", "--espalier-decoder", "codes=decoders:right",
+            "-k", "own or int8", start=start,
+        )  # fmt: skip
+        assert "4 passed" in chosen  # its own, two of int8, one that is refused
+    run(project, "-q", "--import-mode=importlib", "tests", code=1, start=AS_SCRIPT)
+
+
 def test_failures_are_named(project: Path) -> None:
     output = run(project, "-q", "--espalier-decoder", "codes=decoders:wrong", "-k", "int6 or refused", code=1)
     assert "FAILED espalier-conformance::codes/int6@4 - codes/int6@4: code[3, 5] is " in output
@@ -82,8 +99,11 @@ def test_folders_and_weights(project: Path) -> None:
     adapter = "espalier_format.conformance.adapters.numpy_adapter"
     output = run(project, "-q", "--espalier-decoder", adapter, "--espalier-exact", "-k", "valid or lm_head or ties")
     assert "17 passed" in output
-    one_format = ("--espalier-decoder", adapter, "--espalier-dtype", "float16", "--espalier-exl3")
-    assert "11 passed" in run(project, "-q", *one_format, "-k", "valid or lm_head or ties")
+    for dtype in ("float16", "fp16"):
+        one_format = ("--espalier-decoder", adapter, "--espalier-dtype", dtype, "--espalier-exl3")
+        assert "11 passed" in run(project, "-q", *one_format, "-k", "valid or lm_head or ties")
+    refused = run(project, "--espalier-decoder", adapter, "--espalier-dtype", "float8", code=4)
+    assert "--espalier-dtype: no such output dtype (expected bfloat16, float16, float32, got float8)" in refused
 
 
 @pytest.mark.parametrize("value", ["codes=decoders:nothing", "decoders:right", "codes=absent:f"])

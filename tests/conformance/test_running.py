@@ -63,7 +63,7 @@ def test_a_run_of_several_kinds() -> None:
     assert {kind.kind: kind.passed for kind in report.kinds} == {
         "open": 4, "verify": 0, "codes": 3, "weights": 3, "load": 3, "matmul": 12, "experts": 0,
     }  # fmt: skip
-    assert report.skipped == 1466 - 42 - len(report.results)  # 42 are for readers of EXL3
+    assert report.skipped == 1470 - 42 - len(report.results)  # 42 are for readers of EXL3
     assert report.kinds[2].decoder == f"{ADAPTER}:codes"
     assert report.to_json()["failures"] == []
 
@@ -192,7 +192,7 @@ def test_a_folder_may_be_refused_by_a_returned_code() -> None:
     codes = {case.name: case.code for case in refusal_cases()}
     report = run_conformance({"open": lambda folder: codes.get(Path(folder).name)})
     assert report.exit_code == 0
-    assert len(report.results) == 124
+    assert len(report.results) == 126
 
 
 def test_what_is_opened_is_closed() -> None:

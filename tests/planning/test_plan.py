@@ -21,7 +21,7 @@ from espalier_format.errors import (
     SourceError,
     UsageError,
 )
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.planning import Plan, plan, usual_parallelism
 from espalier_format.schema import parse_quantization_config
 
@@ -58,7 +58,7 @@ def planned(made: Plan) -> dict[str, tuple[str, tuple[int, ...]]]:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "mixed":
         return espalier_draft(MODULES, BANKS, num_shards=2).write(tmp_path / "espalier")
-    convert(request.getfixturevalue(f"{request.param}_exl3"), tmp_path / "espalier", to="espalier")
+    convert_checkpoint(request.getfixturevalue(f"{request.param}_exl3"), tmp_path / "espalier", to="espalier")
     return tmp_path / "espalier"
 
 

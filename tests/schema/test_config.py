@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from espalier_format.errors import (
     EspalierError,
     FeatureError,
     FormatVersionError,
+    LimitError,
     PathError,
     SchemaError,
     SourceError,
@@ -60,8 +62,8 @@ def test_the_objects_are_frozen(block: dict[str, Any]) -> None:
         config.bits = 1.0  # type: ignore[misc]
 
 
-def test_rotation_can_be_made_by_keyword() -> None:
-    assert Rotation(in_=64, out=0).to_json() == {"in": 64, "out": 0}
+def test_rotation_can_be_made_without_the_key_in() -> None:
+    assert Rotation.of(64, 0).to_json() == {"in": 64, "out": 0}
 
 
 def test_source_may_be_absent(block: dict[str, Any]) -> None:
@@ -323,3 +325,62 @@ def test_two_files_carried_under_one_name_are_refused(block: dict[str, Any]) -> 
     block["source"] = {"format": "exl3", "carried_files": {"a": "c", "b": "c"}}
     with pytest.raises(SchemaError, match=r"carried_files\.b"):
         parse_quantization_config(block)
+
+
+def counted(modules: int, assignment: str, projections: tuple[str, ...] = ("up_proj",)) -> dict[str, Any]:
+    """A block without constants of sizes; only the number of tensors that it calls for can be wrong."""
+    draft = espalier_draft(
+        [Module("lm_head", 16, 16, "e2m1@1", (0, 0))],
+        [Bank(BANK, dict.fromkeys(projections, (16, 16)), ("e2m1@1",), "0", (0, 0))],
+        {},
+    )
+    block: dict[str, Any] = draft.block
+    bank = block["expert_banks"][BANK]
+    bank["num_experts"] = len(assignment)
+    for projection in bank["projections"].values():
+        projection["assignment"] = assignment
+    block["modules"] = {f"m{number}": block["modules"]["lm_head"] for number in range(modules)}
+    block["ignore"] = []
+    return block
+
+
+@pytest.mark.parametrize(
+    ("modules", "assignment", "projections", "tensors"),
+    [
+        (0, "0" * 666_666 + "--", ("up_proj",), 2_000_000),
+        (0, "0" * 666_667, ("up_proj",), 2_000_001),
+        (0, "0" * 2**20, ("up_proj",), 3 * 2**20),
+        (2, "0" * 10 + "-" * 666_640, ("a", "b", "c"), 6 + 3 * (30 + 666_640)),
+        (1, "0" + "-" * 999_994, ("a", "b"), 3 + 2 * (3 + 999_994)),
+        (1, "0" + "-" * 999_995, ("a", "b"), 3 + 2 * (3 + 999_995)),
+    ],
+    ids=lambda value: str(len(value)) if isinstance(value, str) else None,
+)
+def test_the_tensors_that_a_config_calls_for_are_limited(
+    modules: int, assignment: str, projections: tuple[str, ...], tensors: int
+) -> None:
+    """An expert is one byte here, and hundreds as an object of a plan."""
+    block = counted(modules, assignment, projections)
+    if tensors <= 2_000_000:
+        parse_quantization_config(block)
+    else:
+        assert f"got {tensors}" in refused(block, LimitError)
+
+
+def test_contradictions_come_before_the_limit() -> None:
+    block = counted(0, "0" * 666_667)
+    block["ignore"] = ["b", "a"]
+    refused(block, SchemaError)
+
+
+def test_a_plan_of_a_small_file_stays_small() -> None:
+    """A config of a megabyte took 260 MB before it was refused; the refusal needs less than ten."""
+    block = counted(0, "0" * 2**20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError):
+            espalier_format.plan({"quantization_config": block})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000

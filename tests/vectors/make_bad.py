@@ -148,6 +148,8 @@ for args in (
     ("schema", "size-float", ("modules", UP, "in_features"), 32.0, "a size is not an integer"),
     ("schema", "rotation-48", ("modules", UP, "rotation", "in"), 48, "a rotation block that does not exist"),
     ("schema", "rotation-false", ("modules", UP, "rotation", "in"), False, "false is not 0"),
+    ("schema", "rotation-float", ("modules", "lm_head", "rotation", "in"), 32.0, "32.0 is no integer"),
+    ("schema", "rotation-key", ("modules", UP, "rotation"), {"in_": 0, "out": 0}, "in_ is an unknown key, and no in"),
     ("schema", "module-name", ("modules", "layers..q_proj"), {}, "an empty part in a module name"),
     ("schema", "assignment-length", (*PROJECTION, "assignment"), "01-1", "one character too many for three experts"),
     ("schema", "assignment-index", (*PROJECTION, "assignment"), "02-", "2 is beyond the two codebooks"),

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.codec.codebook import get_codebook
-from espalier_format.codec.rounding import OutputDtype
 from espalier_format.conformance.adapters.banks import load_bank
 from espalier_format.conformance.adapters.reading import open_folder as open  # noqa: A004 - the name of the kind
 from espalier_format.conformance.adapters.reading import verify_folder as verify
 from espalier_format.kernels import torch_decoder
 from espalier_format.kernels.expert_bank import expert_bank
 from espalier_format.kernels.linear import LinearOperand, linear
+from espalier_format.kernels.torch_dtypes import OUTPUT_DTYPES
 
 __all__ = ["codes", "experts", "load", "matmul", "open", "verify", "weights"]
-
-_NAMES: Final[dict[torch.dtype, OutputDtype]] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 
 
 def codes(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
@@ -51,7 +43,7 @@ def weights(
 def load(folder: str, module: str, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of a module of a checkpoint, on the CPU."""
     with open_checkpoint(folder) as checkpoint:
-        return checkpoint.decode(module, _NAMES[dtype], device="cpu")
+        return checkpoint.decode(module, OUTPUT_DTYPES[dtype], device="cpu")
 
 
 def matmul(
