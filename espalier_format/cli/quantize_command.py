@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,7 +24,7 @@ class Preset(StrEnum):
 
 
 class SearchBackend(StrEnum):
-    """The back ends of the encoder; auto is the fastest that works."""
+    """The back ends of the encoder; auto is the fastest that works, and never numpy."""
 
     AUTO = "auto"
     CUDA = "cuda"
@@ -34,16 +33,16 @@ class SearchBackend(StrEnum):
 
 
 @app.command(short_help="Quantize plain weights, or quantize again, at any average width.")
-def quantize(
+def quantize_checkpoint(
     source: Source,
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
     *,
     bits: Annotated[
         float | None,
         typer.Option("--bits", help="Average bits per decoder weight, with padding; met within 0.005."),
     ] = None,
     recipe: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--recipe", metavar="FILE", help="TOML file: which modules, which codebooks."),
     ] = None,
     preset: Annotated[
@@ -55,10 +54,10 @@ def quantize(
     ] = QuantizeTarget.ESPALIER,
     seed: Annotated[int, typer.Option("--seed", help="Decides the random signs; recorded in config.json.")] = 0,
     hessians: Annotated[
-        Path | None, typer.Option("--hessians", metavar="DIR", help="Folder of <module>.safetensors: error feedback.")
+        str | None, typer.Option("--hessians", metavar="DIR", help="Folder of <module>.safetensors: error feedback.")
     ] = None,
     sensitivity: Annotated[
-        Path | None, typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight.")
+        str | None, typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight.")
     ] = None,
     backend: Annotated[
         SearchBackend, typer.Option("--backend", help="Where the trellis is searched; never changes the result.")
@@ -74,7 +73,7 @@ def quantize(
         bool, typer.Option("--digests/--no-digests", help="Put decode digests into the manifest.")
     ] = True,
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE", help="Write a JSON report of the error of each module.")
+        str | None, typer.Option("--report", metavar="FILE", help="Write a JSON report of the error of each module.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -84,10 +83,10 @@ def quantize(
     hidden folder in DST until the output is complete: after an interruption, the same command with --resume goes on.
     """
     from espalier_format.cli.progress import open_progress  # noqa: PLC0415
-    from espalier_format.operations.quantize import quantize as run_quantize  # noqa: PLC0415
+    from espalier_format.operations.quantize import quantize_checkpoint  # noqa: PLC0415
 
     with open_progress() as progress:
-        result = run_quantize(
+        result = quantize_checkpoint(
             source,
             destination,
             to=to.value,

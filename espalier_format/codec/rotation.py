@@ -16,6 +16,10 @@ BLOCKS: Final = (0, 32, 64, 128, 256)
 """Allowed rotation block sizes of either side; 0 means that the side is not rotated."""
 
 
+EXL3_BLOCK: Final = 128
+"""EXL3 rotates both sides in blocks of this size, and pads to them (spec/exl3.md)."""
+
+
 def padded(size: int, block: int) -> int:
     """Return ``size`` rounded up to whole rotation blocks, or to whole tiles of 16 where block is 0.
 

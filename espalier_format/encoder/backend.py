@@ -76,13 +76,22 @@ def backend_names() -> tuple[str, ...]:
 
 
 def load_backend(name: str) -> Backend:
-    """Return a back end; "auto" is the fastest that works here: on a GPU, else compiled for the CPU, else numpy.
+    """Return a back end; "auto" is the fastest that works here: on a GPU, else compiled for the CPU.
 
-    "auto" takes a GPU only if every width can run on it. Raises UsageError for an unknown name and DependencyError
-    when a package or device is missing.
+    "auto" takes a GPU only if every width can run on it, and never numpy, which takes hours for what the others do in
+    a minute: that one has to be asked for. Raises UsageError for an unknown name and DependencyError when a package
+    or device is missing.
     """
     if name == "auto":
-        name = "cuda" if _has_able_gpu() else "numba" if find_spec("numba") else "numpy"
+        if _has_able_gpu():
+            name = "cuda"
+        elif find_spec("numba") is not None:
+            name = "numba"
+        else:
+            raise DependencyError(
+                "encoding without a GPU needs numba, which the extra [cpu] brings: pip install numba; "
+                "the back end numpy needs nothing, and is hundreds of times slower"
+            )
     if name not in _LOADERS:
         raise UsageError("unknown encoder back end", expected=["auto", *_LOADERS], got=name)
     return _LOADERS[name]()

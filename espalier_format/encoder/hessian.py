@@ -9,8 +9,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from espalier_format.container.folder import CheckpointFolder
+from espalier_format.container.header import TensorInfo
 from espalier_format.container.shard import Shard
-from espalier_format.errors import DtypeError, MissingTensorError, ShapeError, SourceError
+from espalier_format.errors import DtypeError, MissingFileError, MissingTensorError, ShapeError, SourceError
 
 _ASYMMETRY: Final = 1e-3
 """Largest difference of mirrored entries, relative to the geometric mean of their diagonal entries."""
@@ -27,40 +29,100 @@ class Hessian:
     """How many inputs it was made from; 0 means that there were none."""
 
 
+def find_hessian(folder: Path, module: str) -> Path | None:
+    """Return the file ``<folder>/<module>.safetensors``, or None where there is none.
+
+    Names come from a checkpoint: none leads out of the folder, nor does a link in it (`CheckpointFolder.resolve`).
+
+    Raises:
+        PathError: the name is not that of a file in the folder, or it is a link to elsewhere.
+        MissingFileError: the name is that of a link to nowhere.
+        MissingFileError, SourceError: there is no such folder, or it cannot be read.
+    """
+    inside = CheckpointFolder(folder)
+    name = f"{module}.safetensors"
+    try:
+        return inside.path_of(name)
+    except MissingFileError as error:
+        if (folder / name).is_symlink():
+            raise MissingFileError("the link leads nowhere", path=folder / name) from error
+        return None
+
+
+def has_hessian(folder: Path, module: str, in_features: int) -> bool:
+    """Tell whether there is a file, which must be one that `read_hessian` can read, to judge by its header.
+
+    Raises as `read_hessian`, but for what only the numbers show: none is read.
+    """
+    path = find_hessian(folder, module)
+    if path is None:
+        return False
+    with Shard(path) as shard:
+        _check_tensors(shard, in_features)
+    return True
+
+
 def read_hessian(folder: Path, module: str, in_features: int) -> Hessian | None:
-    """Read ``<folder>/<module>.safetensors``, or return None where there is no such file.
+    """Read the file that `find_hessian` finds, or return None where there is none.
 
     The file holds ``hessian``, F32 (in_features, in_features), and ``count``, I64 with one element. The matrix is a
     view of the file, which is mapped, unless it lies unaligned. `check_hessian` is applied.
 
-    Raises MissingTensorError, DtypeError and ShapeError, SourceError as `check_hessian`, and what opening a shard
-    raises (TruncatedError, MalformedError, ...); each names the file.
+    Raises MissingTensorError, DtypeError and ShapeError, SourceError as `check_hessian`, and what `find_hessian` and
+    opening a shard raise (TruncatedError, MalformedError, ...); each names the file.
     """
-    path = folder / f"{module}.safetensors"
-    if not path.is_file():
+    path = find_hessian(folder, module)
+    if path is None:
         return None
     with Shard(path) as shard:
-        tensors = shard.header.tensors
-        for tensor, dtype, shapes in (
-            ("hessian", "F32", [(in_features, in_features)]),
-            ("count", "I64", [(), (1,)]),
-        ):
-            info = tensors.get(tensor)
-            if info is None:
-                raise MissingTensorError("the file of a Hessian lacks a tensor", path=path, tensor=tensor)
-            if info.dtype != dtype:
-                raise DtypeError(
-                    f"{tensor} has another dtype", path=path, tensor=tensor, expected=dtype, got=info.dtype
-                )
-            if info.shape not in shapes:
-                raise ShapeError(
-                    f"{tensor} has another shape", path=path, tensor=tensor, expected=shapes[0], got=info.shape
-                )
-        matrix = shard.array(tensors["hessian"])
-        count = int(shard.array(tensors["count"]).reshape(()).item())
+        info = _check_tensors(shard, in_features)
+        matrix = shard.array(info)
+        count = int(shard.array(shard.header.tensors["count"]).reshape(()).item())
     hessian = Hessian(matrix.astype(np.float32, copy=False), count)
     check_hessian(hessian, path)
     return hessian
+
+
+def input_power(folder: Path, module: str, in_features: int) -> float | None:
+    """Return the mean of the diagonal of a module's Hessian, or None where there is no file; nothing else is read.
+
+    Raises as `read_hessian`, but SourceError for numbers on the diagonal only.
+    """
+    path = find_hessian(folder, module)
+    if path is None:
+        return None
+    with Shard(path) as shard:
+        diagonal = shard.view(_check_tensors(shard, in_features)).diagonal().astype(np.float64)
+    _check_diagonal(diagonal, path)
+    return float(diagonal.mean())
+
+
+def _check_tensors(shard: Shard, in_features: int) -> TensorInfo:
+    """Return the matrix of a file whose tensors are as `read_hessian` says."""
+    tensors = shard.header.tensors
+    for tensor, dtype, shapes in (
+        ("hessian", "F32", [(in_features, in_features)]),
+        ("count", "I64", [(), (1,)]),
+    ):
+        info = tensors.get(tensor)
+        if info is None:
+            raise MissingTensorError("the file of a Hessian lacks a tensor", path=shard.path, tensor=tensor)
+        if info.dtype != dtype:
+            raise DtypeError(
+                f"{tensor} has another dtype", path=shard.path, tensor=tensor, expected=dtype, got=info.dtype
+            )
+        if info.shape not in shapes:
+            raise ShapeError(
+                f"{tensor} has another shape", path=shard.path, tensor=tensor, expected=shapes[0], got=info.shape
+            )
+    return tensors["hessian"]
+
+
+def _check_diagonal(diagonal: NDArray[np.float64], path: Path | None) -> None:
+    if not np.isfinite(diagonal).all():
+        raise SourceError("the Hessian holds a NaN or an infinity", path=path)
+    if (diagonal < 0).any():
+        raise SourceError("the Hessian has a negative number on its diagonal", path=path)
 
 
 def check_hessian(hessian: Hessian, path: Path | None = None) -> None:
@@ -81,8 +143,7 @@ def check_hessian(hessian: Hessian, path: Path | None = None) -> None:
         part = matrix[rows].astype(np.float64)
         if not np.isfinite(part).all():
             raise SourceError("the Hessian holds a NaN or an infinity", path=path)
-        if (matrix.diagonal()[rows] < 0).any():
-            raise SourceError("the Hessian has a negative number on its diagonal", path=path)
+        _check_diagonal(matrix.diagonal()[rows].astype(np.float64), path)
         bound = roots[rows, None] * roots
         if (np.abs(part - matrix[:, rows].T) > _ASYMMETRY * bound).any():
             raise SourceError("the Hessian is not symmetric", path=path)

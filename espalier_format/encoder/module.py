@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from espalier_format.encoder.ldlq import Feedback, feedback_of_hessian, feedback
 from espalier_format.encoder.options import EncodedModule, EncoderOptions, ModuleStats
 from espalier_format.encoder.refit import Refit
 from espalier_format.encoder.regularise import Regularised, regularise
-from espalier_format.encoder.scale_search import search_scale
+from espalier_format.encoder.scale_search import Sample, search_scale, search_scale_of
 from espalier_format.encoder.tiles import encode_tiles, from_rings, to_rings
 from espalier_format.encoder.weight_rows import ArrayRows, WeightRows
 from espalier_format.errors import ShapeError
@@ -74,7 +75,7 @@ def encode_module(
     if not regularised.energy:
         suh, svh = np.zeros(regularised.padded_in, np.float16), np.zeros(regularised.padded_out, np.float16)
         done.finish()
-        stats = ModuleStats(0.0, None, 0.0, None, 0, 0, perf_counter() - start)
+        stats = ModuleStats(0.0, None, 0.0, 0.0, None, 0, 0, perf_counter() - start)
         return EncodedModule(codebook, in_features, out_features, rotation, trellis, suh, svh, stats)
 
     warnings = []
@@ -119,6 +120,7 @@ def encode_module(
     stats = ModuleStats(
         fitted.squared_error / regularised.energy,
         fitted.loss / fitted.loss_of_zero if fitted.loss is not None and fitted.loss_of_zero else None,
+        regularised.energy,
         scale,
         damping,
         *lost,
@@ -128,33 +130,41 @@ def encode_module(
     return EncodedModule(codebook, in_features, out_features, rotation, trellis, fitted.suh, fitted.svh, stats)
 
 
-def sample_error(
+@dataclass(frozen=True, slots=True)
+class SampledErrors:
+    """What `sample_errors` finds out about a weight."""
+
+    relative_mse: tuple[float, ...]
+    """An estimate for each codebook."""
+    energy: float
+    """Sum of squares of all weights."""
+
+
+def sample_errors(
     weight: NDArray[Any] | WeightRows,
-    codebook: Codebook,
+    codebooks: Sequence[Codebook],
     rotation: tuple[int, int],
     *,
     seed: int,
     name: str,
     options: EncoderOptions = _DEFAULTS,
-) -> float:
+) -> SampledErrors:
     """Estimate the ``relative_mse`` that `encode_module` would reach, without a Hessian, on a sample of its tiles.
 
     ``options.scale_search_tiles`` tiles are encoded, at the scale that is best for them. This is what a solver that
-    distributes bits compares; 0.0 for a weight of zeros. Raises as `encode_module`.
+    distributes bits compares; 0.0 for a weight of zeros. The weight is read as often for many codebooks as for one:
+    `channel_scales.measure_channels`, and the places of the sample. Raises as `encode_module`.
     """
     rows = ArrayRows(weight) if isinstance(weight, np.ndarray) else weight
     regularised = regularise(rows, rotation, seed=seed, name=name, each=options.channel_scales)
     if not regularised.energy:
-        return 0.0
-    choice = search_scale(
-        regularised,
-        codebook,
-        tiles=options.scale_search_tiles,
-        passes=options.passes,
-        backend=options.backend,
-        threads=options.threads,
+        return SampledErrors((0.0,) * len(codebooks), 0.0)
+    sample, kept = Sample.of(regularised, options.scale_search_tiles), regularised.kept_error
+    choices = (
+        search_scale_of(sample, codebook, passes=options.passes, backend=options.backend, threads=options.threads)
+        for codebook in codebooks
     )
-    return choice.relative_error * regularised.kept_error
+    return SampledErrors(tuple(choice.relative_error * kept for choice in choices), regularised.energy)
 
 
 class _Advance:

@@ -17,7 +17,7 @@ class EncoderOptions:
     """How a module is encoded. The defaults are meant for real work."""
 
     backend: str = "auto"
-    """Back end of the trellis search (`backend.backend_names`); the result is the same with each."""
+    """Back end of the trellis search (`backend.load_backend`); the result is the same with each."""
     threads: int = 1
     """CPU threads of the trellis search; the result does not depend on it."""
     passes: int = PASSES
@@ -58,6 +58,8 @@ class ModuleStats:
     """Sum of squared errors of the decoded weight (exact scales and codes) ÷ sum of squares of the weight."""
     relative_proxy_loss: float | None
     """tr(E H Eᵀ) ÷ tr(W H Wᵀ), E = W - decoded weight, H the undamped Hessian; None without one."""
+    energy: float
+    """Sum of squares of the weight."""
     scale: float
     """Global scale: what a codebook value stands for where the rotated, normalised weight has variance 1."""
     damping: float | None

@@ -49,7 +49,14 @@ def search_scale(
     best scale and its neighbours. At least three encodings of the sample. The same for every back end and number of
     threads. Without tiles, or for a sample of zeros, the gain itself is the result.
     """
-    sample = _Sample.of(regularised, tiles)
+    sample = Sample.of(regularised, tiles)
+    return search_scale_of(sample, codebook, passes=passes, backend=backend, threads=threads)
+
+
+def search_scale_of(
+    sample: Sample, codebook: Codebook, *, passes: int = PASSES, backend: str = "auto", threads: int = 1
+) -> ScaleChoice:
+    """Do what `search_scale` does on a sample that was taken already."""
     if not sample.energy:
         return ScaleChoice(gain(codebook), 0.0)
     start = gain(codebook) * (sample.energy / sample.rings.size) ** 0.5
@@ -65,7 +72,7 @@ def minimise(error: Callable[[float], float], start: float) -> tuple[float, floa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sample:
+class Sample:
     """Rings to encode, and a larger part of the weight that only extreme values are counted in.
 
     At high rates much of the error is clipping: the distance of the few targets beyond the largest values of the

@@ -66,7 +66,7 @@ def encode_tiles(
     ``backend`` is "auto", "cuda", "numba", "numpy" or the name of a registered one (`backend.register_backend`).
     Raises ShapeError and DtypeError; UsageError for an unknown back end, targets that are not finite or a scale
     that is not positive (neither may be beyond 10^30 or, the scale, below 10^-30); and DependencyError for a back
-    end whose package is missing.
+    end whose package is missing: also for "auto" without a GPU and numba.
     """
     if targets.ndim != 2 or targets.shape[1] != RING:
         raise ShapeError("targets must be rings", expected=f"(n, {RING})", got=targets.shape)

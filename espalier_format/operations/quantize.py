@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.container.atomic_file import replace_file
-from espalier_format.errors import MissingFileError, OutputExistsError, SourceError, UsageError
+from espalier_format.errors import UsageError
 from espalier_format.operations.compressed_tensors_findings import contradictions_in_words
+from espalier_format.operations.places import folders, given_path, report_place
 from espalier_format.quantize.options import QuantizeOptions
 from espalier_format.quantize.presets import even_recipe, preset
 from espalier_format.quantize.recipe import Recipe, read_recipe
-from espalier_format.quantize.run import quantize_checkpoint
+from espalier_format.quantize.run import quantize_opened
 from espalier_format.quantize.sensitivity import read_sensitivity
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from espalier_format.quantize.report import QuantizeReport
 
 
-def quantize(
+def quantize_checkpoint(
     source: str | Path,
     destination: str | Path,
     *,
@@ -53,24 +53,26 @@ def quantize(
     The result is the same, byte for byte, for the same source, options and ``seed``, whatever the number of
     ``threads``, the ``backend`` and the interruptions. The output appears all at once at the end. Until then finished
     modules lie in a hidden folder in the destination, from where ``resume`` goes on; without it, an unfinished output
-    is refused unless ``force`` is given. ``report`` is a JSON file to write about every module.
+    is refused unless ``force`` is given. ``report`` is a JSON file to write about every module: a new one, or a regular
+    one to replace; links to it are followed.
 
     Raises:
         UsageError: options that do not go together, a pattern that matches nothing, a budget that cannot be met, or
-            an unfinished output of another job.
+            an unfinished output of another job; an empty path, or a source on the Hub.
         SourceError: the source cannot be quantized: another quantization, dtype, a NaN or an infinity.
         SchemaError, CodebookError: the recipe or sensitivity file is wrong.
         UnknownSizeError, LossyError, ShapeError, ScaleOverflowError: a module cannot be quantized or kept.
-        OutputExistsError, WriteError: the destination is in use, or cannot be written; finished work is kept.
+        OutputExistsError, WriteError: the destination or the report is in use, or cannot be written; finished work is
+            kept.
+        MissingFileError: a file or folder that was named does not exist.
         DependencyError: the back end needs a package that is missing.
     """
-    if Path(source).is_file():
-        raise SourceError("a single file is no checkpoint; give the folder", path=source)
+    folder, target = folders(source, destination, "to quantize it")
     options = QuantizeOptions(
         to=to,
         bits=bits,
         seed=seed,
-        hessians=None if hessians is None else Path(hessians),
+        hessians=None if hessians is None else given_path(hessians, "the folder of Hessians"),
         threads=threads,
         backend=backend,
         resume=resume,
@@ -78,16 +80,16 @@ def quantize(
         digests=digests,
     )
     rules = _recipe(recipe, preset_name, options)
-    weights = {} if sensitivity is None else read_sensitivity(Path(sensitivity))
+    weights = {} if sensitivity is None else read_sensitivity(given_path(sensitivity, "the sensitivity file"))
+    record = None
     if report is not None:
-        _check_report(Path(report), Path(source), Path(destination))
-    with open_checkpoint(source) as checkpoint:
-        done = quantize_checkpoint(
-            checkpoint, Path(destination), rules, options, sensitivity=weights, progress=progress
-        )
+        inputs = [Path(path) for path in (recipe, sensitivity) if path is not None]
+        record = report_place(given_path(report, "the report"), checkpoints=(folder, target), inputs=inputs)
+    with open_checkpoint(folder) as checkpoint:
+        done = quantize_opened(checkpoint, target, rules, options, sensitivity=weights, progress=progress)
         done = replace(done, warnings=(*contradictions_in_words(checkpoint), *done.warnings))
-    if report is not None:
-        replace_file(Path(report), (json.dumps(done.to_json(), indent=2) + "\n").encode("ascii"))
+    if record is not None:
+        replace_file(record, (json.dumps(done.to_json(), indent=2) + "\n").encode("ascii"))
     return done
 
 
@@ -95,7 +97,7 @@ def _recipe(recipe: str | Path | None, preset_name: str | None, options: Quantiz
     if recipe is not None and preset_name is not None:
         raise UsageError("--recipe and --preset exclude each other")
     if recipe is not None:
-        return read_recipe(Path(recipe))
+        return read_recipe(given_path(recipe, "the recipe"))
     if preset_name is not None:
         if options.exl3:
             raise UsageError("the presets use grid codebooks, which EXL3 does not have; give --bits or --recipe")
@@ -103,16 +105,3 @@ def _recipe(recipe: str | Path | None, preset_name: str | None, options: Quantiz
     if options.bits is None:
         raise UsageError("give --bits, --preset or --recipe")
     return even_recipe(exl3=options.exl3)
-
-
-def _check_report(report: Path, source: Path, destination: Path) -> None:
-    """Find out before hours of work whether the report can be written, and that it is no part of a checkpoint."""
-    folder = report.resolve().parent
-    if not folder.is_dir():
-        raise MissingFileError("the folder of the report does not exist", path=report)
-    if report.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputExistsError("the report cannot be written there", path=report)
-    for checkpoint in (source, destination):
-        root = checkpoint.resolve()
-        if folder == root or root in folder.parents:
-            raise UsageError("the report must lie outside of the checkpoints", path=report)

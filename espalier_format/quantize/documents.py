@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.checkpoint.components import Component, component_of
+from espalier_format.checkpoint.stated_quantization import drop_stated_quantization
 from espalier_format.checkpoint.storage_claims import STORAGE_NAME
+from espalier_format.checkpoint.text_sections import text_sections
 from espalier_format.container.json_document import JsonStyle, parse_json
 from espalier_format.container.names import CONFIG_NAME, SIGNATURE_NAME
 from espalier_format.converters.config_edit import TIE, untie, with_block
+from espalier_format.converters.espalier_block import check_block, check_module_names, espalier_block
 from espalier_format.converters.exl3_config import exl3_block_of, tensor_storage
-from espalier_format.quantize.block import quantization_block
 from espalier_format.quantize.inventory import is_plain_matrix
-from espalier_format.schema.config import Source, parse_quantization_config
+from espalier_format.schema.config import Source
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint.base import Checkpoint
+    from espalier_format.converters.espalier_block import OutputModule
     from espalier_format.quantize.layout import OutputShard
-    from espalier_format.quantize.outcome import OutputModule
 
-_TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
 _WEIGHTS: Final = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data"}
 )
@@ -40,17 +41,20 @@ def config_document(
 ) -> tuple[bytes, dict[str, Any]]:
     """Return config.json and its ``quantization_config``.
 
-    ``unties``: the head was tied to the embedding and has got tensors of its own.
+    ``unties``: the head was tied to the embedding and has got tensors of its own. What the source says elsewhere about
+    its own quantization, in a text part or under an older name, is left out.
 
     Raises:
         SchemaError, LimitError: a module has a name that a config cannot hold, or config.json would be too large.
+        RuntimeError: the block is wrong otherwise, by a fault of this program.
     """
     config = with_block(source.config, {})
+    drop_stated_quantization(config, keep_top=True)
     has_head = any(component_of(name) is Component.HEAD for name in modules)
     replaced = untie(config) if has_head else {}
     if unties:
         # Some architectures take a missing key for true.
-        for section in (config, *(config.get(part) for part in _TEXT_PARTS)):
+        for section in text_sections(config):
             if isinstance(section, dict):
                 section[TIE] = False
     if exl3:
@@ -63,8 +67,9 @@ def config_document(
             replaced_config=replaced,
             seed=seed,
         )
-        block = quantization_block(modules, plain, _ignored(plain), origin)
-        parse_quantization_config(block, source.folder.root / CONFIG_NAME)
+        check_module_names(modules, source)
+        block = espalier_block(modules, plain, _ignored(plain, modules), origin)
+        check_block(block)
     config["quantization_config"] = block
     style = JsonStyle()
     if source.folder.has(CONFIG_NAME):
@@ -93,9 +98,7 @@ def copied_files(source: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _origin(source: Checkpoint) -> str:
     """Return where the weights came from at first: an EXL3 checkpoint leaves traces that must not be forgotten."""
-    if source.format == "plain":
-        return "huggingface"
-    if source.format == "compressed-tensors":
+    if source.format in ("plain", "compressed-tensors"):
         return source.format
     origin = None if source.quantization is None else source.quantization.source
     return "exl3" if source.format == "exl3" or (origin is not None and origin.format == "exl3") else "espalier"
@@ -112,10 +115,11 @@ def _plain(shards: Iterable[OutputShard], modules: Mapping[str, OutputModule]) -
     return plain
 
 
-def _ignored(plain: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _ignored(plain: Mapping[str, tuple[int, ...]], modules: Container[str]) -> list[str]:
+    """Return the modules that are plain; a plain copy beside a quantized one is none."""
     found = []
     for name, shape in plain.items():
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and len(shape) == 2 and is_plain_matrix(module):
+        if kind == "weight" and len(shape) == 2 and module not in modules and is_plain_matrix(module):
             found.append(module)
     return found

@@ -9,7 +9,6 @@ from espalier_format.encoder.hessian import read_hessian
 from espalier_format.encoder.module import encode_module
 from espalier_format.errors import EspalierError
 from espalier_format.kernels.digest import decode_digest
-from espalier_format.quantize.matrices import sum_of_squares
 from espalier_format.quantize.measure import BYTES_PER_WEIGHT
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ def _encode(
     linear = module.linear
     try:
         hessian = None if hessians is None else read_hessian(hessians, module.name, linear.in_features)
-        energy = sum_of_squares(linear.matrix)
         encoded = encode_module(
             linear.matrix,
             codebook,
@@ -100,7 +98,7 @@ def _encode(
     report = {
         **{key: stats[key] for key in _REPORTED},
         "warnings": list(encoded.stats.warnings),
-        "sum_of_squares": energy,
+        "sum_of_squares": encoded.stats.energy,
         "hessian": hessian is not None,
     }
     digest = decode_digest(encoded.trellis, codebook, options.threads)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from espalier_format.converters.hf_architectures import BAKED_SCALES, identities
+from espalier_format.checkpoint.text_sections import text_section
+from espalier_format.codec.rotation import EXL3_BLOCK
+from espalier_format.converters.hf_architectures import find_baked_scale
 from espalier_format.errors import SourceError
 
 if TYPE_CHECKING:
@@ -13,16 +15,12 @@ if TYPE_CHECKING:
 
     from espalier_format.quantize.plan import Plan
 
-EXL3_BLOCK: Final = 128
-"""EXL3 rotates both sides in blocks of this size, and pads to them."""
-
 WIDEST_MLP: Final = 55296
 """exllamav3 cuts an MLP that is wider into slices."""
 
 _PROJECTION: Final = re.compile(r"(?P<parent>.+)\.(?P<projection>[^.]+)")
 _BANK: Final = re.compile(r"(?P<bank>(?:.+\.)?experts)\.[0-9]+")
 _GATE_AND_UP: Final = {"gate_proj": "gate and up", "up_proj": "gate and up", "w1": "w1 and w3", "w3": "w1 and w3"}
-_TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
 
 
 def exl3_group(module: str) -> str:
@@ -40,17 +38,13 @@ def refuse_unscaled(config: Mapping[str, Any], modules: Iterable[str], *, from_e
     """Raise SourceError where exllamav3 would expect a factor in the weights that the source does not have in them."""
     if from_exl3:
         return
-    names = identities(config)
-    for baked in BAKED_SCALES:
-        identity = next((name for name in names if baked.identity.search(name)), None)
-        if identity is None or not baked.applies(config):
-            continue
-        for module in modules:
-            if baked.module(module):
-                raise SourceError(
-                    f"exllamav3 expects a scale in the weights of {identity} ({baked.scale}), which is not supported",
-                    tensor=module,
-                )
+    found = find_baked_scale(config, modules)
+    if found is not None:
+        baked, identity, module = found
+        raise SourceError(
+            f"exllamav3 expects a scale in the weights of {identity} ({baked.scale}), which is not supported",
+            tensor=module,
+        )
 
 
 def exl3_warnings(plan: Plan, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -59,7 +53,7 @@ def exl3_warnings(plan: Plan, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _size_warnings(config: Mapping[str, Any]) -> Iterator[str]:
-    text = next((config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)), config)
+    text = text_section(config)
     hidden = text.get("hidden_size")
     if isinstance(hidden, int) and hidden % EXL3_BLOCK:
         yield (

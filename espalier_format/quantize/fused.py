@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from espalier_format.checkpoint.text_sections import text_section
+from espalier_format.converters.hf_architectures import model_types
 from espalier_format.errors import ShapeError, SourceError
 from espalier_format.quantize.linear import Linear
 from espalier_format.quantize.matrices import StoredMatrix, TransposedMatrix
+from espalier_format.schema.base import MAX_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +23,6 @@ DOWN: Final = "down_proj"
 INTERLEAVED: Final = frozenset({"gpt_oss"})
 """Model types whose fused experts alternate rows of gate and up, and have biases."""
 
-_TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
 _DENSE_GATE_UP: Final = re.compile(r"(?P<parent>(?:.+\.)?(?:mlp|shared_experts?|shared_mlp))\.gate_up_proj\.weight")
 _DENSE_QKV: Final = re.compile(r"(?P<parent>(?:.+\.)?self_attn)\.qkv_proj\.weight")
 
@@ -34,7 +36,7 @@ def fused_experts(source: Checkpoint) -> dict[str, list[Linear]]:
     Raises:
         ShapeError: the two tensors of a bank do not fit together.
     """
-    if source.config.get("model_type") in INTERLEAVED:
+    if not INTERLEAVED.isdisjoint(model_types(source.config)):
         return {}
     found: dict[str, list[Linear]] = {}
     for name in source.tensors:
@@ -122,11 +124,11 @@ def _rows(source: Checkpoint, tensor: TensorRef, parent: str, parts: dict[str, i
 
 def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the numbers of query heads and of key heads, and the head size; 0 for what config.json does not say."""
-    text = next((config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)), config)
+    text = text_section(config)
 
     def number(key: str, default: int = 0) -> int:
         value = text.get(key, default)
-        return value if isinstance(value, int) else default
+        return value if isinstance(value, int) and 0 <= value <= MAX_SIZE else default
 
     heads = number("num_attention_heads")
     size = number("head_dim", number("hidden_size") // heads if heads else 0)

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.checkpoint.components import Component, component_of
 from espalier_format.checkpoint.files import refuse_missing_tensors
+from espalier_format.checkpoint.quantized_tensors import quantized_tensor
+from espalier_format.checkpoint.stated_quantization import BLOCK, stated_quantization
+from espalier_format.checkpoint.text_sections import text_sections
 from espalier_format.converters.espalier_block import is_embedding_name
 from espalier_format.errors import ShapeError, SourceError
 from espalier_format.quantize.fused import fused_experts, fused_projections
 from espalier_format.quantize.linear import Linear
 from espalier_format.quantize.matrices import DecodedMatrix, PackedMatrix, StoredMatrix
-from espalier_format.schema.base import DOTTED_NAME
+from espalier_format.schema.base import is_dotted_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.checkpoint.module import QuantizedModule
     from espalier_format.checkpoint.packed_module import PackedModule
+    from espalier_format.checkpoint.tensors import TensorRef
 
 _NEVER: Final = re.compile(
     r"(?:.*\.)?(?:router(?:\..*)?|shared_expert_gate|(?:mlp|feed_forward|ffn|block_sparse_moe|moe)\.gate)"
 )
 """Routers and expert gates: what they decide cannot be made good by anything that follows."""
 
-_NAMED: Final = re.compile(DOTTED_NAME.replace("$", r"\Z"))
 _TOKENS: Final = re.compile(r"(?P<prefix>(?:.+\.)?)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
-_TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
 
 
 def take_inventory(source: Checkpoint, *, exl3: bool) -> dict[str, Linear]:
@@ -42,31 +45,55 @@ def take_inventory(source: Checkpoint, *, exl3: bool) -> dict[str, Linear]:
     Raises:
         SourceError: the source is quantized in a way that this library does not read, or has no tensors.
         IndexMismatchError: the index of a compressed-tensors checkpoint names a tensor that no shard holds.
+        SourceError: the weight of a module is stored twice, whole and in a fused tensor.
         ShapeError: fused experts do not fit together, or a bias has another size than its module.
+
+    What is plain beside a quantized module of the same name is a copy of it, and no module.
     """
     _check_source(source)
     found: dict[str, Linear] = {}
     experts = fused_experts(source)
     for name in source.tensors:
-        if name in experts:
-            found.update((linear.name, linear) for linear in experts[name])
-            continue
-        module, _, kind = name.rpartition(".")
-        if module in source.packed:
-            if source.packed[module].weight.name == name:
-                found[module] = _packed(source.packed[module])
-        elif module in source.modules:
-            quantized = source.modules[module]
-            if quantized.trellis.name == name:
-                found[module] = _quantized(quantized)
-        elif kind == "weight" and len(source.tensors[name].shape) == 2 and _is_linear(module):
-            parts = fused_projections(source, name) if exl3 else ()
-            for linear in parts or (_plain(source, module, name),):
-                found[linear.name] = linear
+        for linear in _modules_of(source, name, experts, exl3=exl3):
+            if linear.name in found:
+                tensor, other = source.tensors[name], found[linear.name].anchor
+                raise SourceError(
+                    f"the weight of {linear.name} is stored twice: {other} holds it as well",
+                    path=tensor.shard.path,
+                    tensor=name,
+                )
+            found[linear.name] = _with_bias(source, linear)
     head = _tied_head(source, found)
     if head is not None:
-        found[head.name] = head
+        found[head.name] = _with_bias(source, head)
     return found
+
+
+def _modules_of(
+    source: Checkpoint, name: str, experts: Mapping[str, Sequence[Linear]], *, exl3: bool
+) -> Sequence[Linear]:
+    """Return the modules whose place is that of the tensor; ``experts`` are those of fused tensors."""
+    if name in experts:
+        nameable = all(is_dotted_name(linear.name) for linear in experts[name][:1])
+        return experts[name] if nameable and not _is_copy(source, experts[name]) else ()
+    module, _, kind = name.rpartition(".")
+    if module in source.packed:
+        packed = source.packed[module]
+        return (_packed(packed),) if packed.weight.name == name else ()
+    if module in source.modules:
+        quantized = source.modules[module]
+        return (_quantized(source, quantized),) if quantized.trellis.name == name else ()
+    if kind != "weight" or len(source.tensors[name].shape) != 2 or not _is_linear(module):
+        return ()
+    parts = fused_projections(source, name) if exl3 else ()
+    if _is_copy(source, parts):
+        return ()
+    return parts or (_plain(source.tensors[name]),)
+
+
+def _is_copy(source: Checkpoint, parts: Iterable[Linear]) -> bool:
+    """Tell whether a fused tensor holds the weight of a module that is quantized."""
+    return any(part.name in source.modules or part.name in source.packed for part in parts)
 
 
 def _check_source(source: Checkpoint) -> None:
@@ -74,12 +101,21 @@ def _check_source(source: Checkpoint) -> None:
         refuse_missing_tensors(source)
     if source.format != "plain":
         return
-    block = source.config.get("quantization_config")
-    if isinstance(block, dict):
-        method = str(block.get("quant_method"))[:40]
+    stated = stated_quantization(source.config)
+    if stated is not None:
+        method = str(stated.method)[:40]
+        place = "" if stated.place == BLOCK else f" (so says {stated.place})"
         raise SourceError(
-            f"the source is quantized by {method!a}, which is not read here; give the unquantized model",
+            f"the source is quantized by {method!a}{place}, which is not read here; give the unquantized model",
             path=source.folder.root,
+        )
+    found = quantized_tensor(source.tensors)
+    if found is not None:
+        text = f"the weight is quantized, to judge by {found.scales}, in a way that is not read here"
+        raise SourceError(
+            f"{text}; give the unquantized model",
+            path=source.tensors[found.weight].shard.path,
+            tensor=found.weight,
         )
 
 
@@ -87,25 +123,33 @@ def _is_linear(module: str) -> bool:
     return is_plain_matrix(module) and _NEVER.fullmatch(module) is None
 
 
-def _plain(source: Checkpoint, module: str, name: str) -> Linear:
-    tensor = source.tensors[name]
+def _plain(tensor: TensorRef) -> Linear:
     outputs, inputs = tensor.shape
-    bias = source.tensors.get(f"{module}.bias")
-    if bias is not None and bias.shape != (outputs,):
+    return Linear(
+        tensor.name.removesuffix(".weight"), StoredMatrix(tensor, (outputs, inputs)), tensor.name, (tensor.name,)
+    )
+
+
+def _with_bias(source: Checkpoint, linear: Linear) -> Linear:
+    """Return the module with the bias that a tensor of its name makes, also beside a fused or a tied weight."""
+    bias = source.tensors.get(f"{linear.name}.bias")
+    if bias is None or linear.bias is not None:
+        return linear
+    if bias.shape != (linear.out_features,):
         raise ShapeError(
             "the bias does not fit the weight",
             path=bias.shard.path,
             tensor=bias.name,
-            expected=[outputs],
+            expected=[linear.out_features],
             got=list(bias.shape),
         )
-    return Linear(module, StoredMatrix(tensor, (outputs, inputs)), name, (name,), bias)
+    return replace(linear, bias=bias)
 
 
-def _quantized(module: QuantizedModule) -> Linear:
-    replaces = tuple(
-        tensor.name for tensor in (module.trellis, module.suh, module.svh, module.marker) if tensor is not None
-    )
+def _quantized(source: Checkpoint, module: QuantizedModule) -> Linear:
+    """Return a module that may be encoded again; a plain copy of it would be stale then, and goes."""
+    stored = (module.trellis, module.suh, module.svh, module.marker, source.tensors.get(f"{module.name}.weight"))
+    replaces = tuple(tensor.name for tensor in stored if tensor is not None)
     return Linear(module.name, DecodedMatrix(module), module.trellis.name, replaces, module.bias, quantized=module)
 
 
@@ -137,8 +181,9 @@ def _tied_head(source: Checkpoint, found: Mapping[str, Linear]) -> Linear | None
 
 def _tie(config: Mapping[str, Any]) -> bool | None:
     """Return what the config says about a tie; the text part decides where it says anything."""
-    for section in (*(config.get(part) for part in _TEXT_PARTS), config):
-        value = section.get("tie_word_embeddings") if isinstance(section, dict) else None
+    top, *parts = text_sections(config)
+    for section in (*parts, top):
+        value = section.get("tie_word_embeddings")
         if isinstance(value, bool):
             return value
     return None
@@ -154,4 +199,4 @@ def _generates(config: Mapping[str, Any]) -> bool:
 def is_plain_matrix(module: str) -> bool:
     """Tell by its name whether a module's two-dimensional weight is one to multiply with, and a config can name it."""
     embedding = is_embedding_name(module) or component_of(f"{module}.weight") is Component.EMBEDDINGS
-    return not embedding and _NAMED.match(module) is not None
+    return not embedding and is_dotted_name(module)

@@ -11,22 +11,21 @@ from espalier_format.codec.codebook import EXL3_MARKERS
 from espalier_format.codec.rotation import padded
 from espalier_format.container.header import serialise_header
 from espalier_format.container.planned_tensor import PlannedTensor
-from espalier_format.converters.espalier_shards import espalier_items
+from espalier_format.converters.espalier_shards import cropped_bias, espalier_items
 from espalier_format.converters.exl3_config import marker_of
 from espalier_format.converters.exl3_modules import ImportedModule
 from espalier_format.converters.exl3_shards import exl3_items, padded_bias
-from espalier_format.converters.shard_rewrite import Item, Kept, Made, in_file_order
-from espalier_format.errors import LimitError
+from espalier_format.converters.shard_rewrite import Item, ItemReader, Kept, in_file_order
+from espalier_format.errors import LimitError, UnexpectedTensorError
 from espalier_format.quantize.matrices import row_slices
 from espalier_format.schema.config import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint.base import Checkpoint
-    from espalier_format.checkpoint.tensors import TensorRef
     from espalier_format.container.hashing import Buffer
     from espalier_format.container.shard import Shard
+    from espalier_format.converters.espalier_block import OutputModule
     from espalier_format.quantize.linear import Linear
-    from espalier_format.quantize.outcome import OutputModule
 
 ReadResult = Callable[[str, str], Iterator[bytes]]
 """(module, "trellis" or "suh" or "svh") to its bytes, once the module is finished."""
@@ -54,6 +53,8 @@ class _Layout:
     """Stored tensor to what becomes of it: of kept modules that change the format, and of biases."""
     added: Mapping[str, Linear]
     """Embedding to the head that was tied to it."""
+    reader: ItemReader
+    """One for all shards: it keeps a block of the one that it read last."""
 
 
 def plan_shards(
@@ -77,14 +78,25 @@ def plan_shards(
         _replaced(linears, encoded),
         {**_translated_modules(source, kept, exl3=exl3), **_translated_biases(linears, encoded, exl3=exl3)},
         {linear.anchor: linear for linear in linears if linear.tied and linear.name in encoded},
+        ItemReader(),
     )
     planned = (_plan_shard(layout, shard) for shard in source.shards)
     return [shard for shard in planned if shard.tensors or not shard.changed]
 
 
 def check_headers(shards: Iterable[OutputShard], *, exl3: bool) -> None:
-    """Raise LimitError, MalformedError or DtypeError for a shard whose header cannot be written."""
+    """Raise LimitError, MalformedError or DtypeError for a shard whose header cannot be written.
+
+    UnexpectedTensorError for a tensor of the source whose name the output needs for another one.
+    """
+    names: set[str] = set()
     for output in shards:
+        for tensor in output.tensors:
+            if tensor.name in names:
+                raise UnexpectedTensorError(
+                    "the output would hold two tensors of this name", path=output.shard.path, tensor=tensor.name
+                )
+            names.add(tensor.name)
         if not output.changed:
             continue
         entries = ((tensor.name, tensor.dtype, tensor.shape) for tensor in output.tensors)
@@ -109,9 +121,9 @@ def _plan_shard(layout: _Layout, shard: Shard) -> OutputShard:
                 tensors.extend(_module_tensors(layout, linear))
         elif name in layout.translated:
             changed = True
-            tensors.extend(_planned(shard, item) for item in layout.translated[name])
+            tensors.extend(layout.reader.planned(shard, item) for item in layout.translated[name])
         else:
-            tensors.append(_planned(shard, Kept(name, info)))
+            tensors.append(layout.reader.planned(shard, Kept(name, info)))
         if name in layout.added:
             changed = True
             tensors.extend(_module_tensors(layout, layout.added[name]))
@@ -198,17 +210,5 @@ def _translated_biases(
         if size > bias.shape[0] or widened:
             translated[bias.name] = (padded_bias(bias, size, widened=widened),)
         elif size < bias.shape[0]:
-            translated[bias.name] = (_cropped(bias, size),)
+            translated[bias.name] = (cropped_bias(bias, size),)
     return translated
-
-
-def _cropped(bias: TensorRef, size: int) -> Made:
-    width = bias.nbytes // bias.shape[0]
-    return Made(bias.name, bias.dtype, (size,), lambda: bytes(bias.data()[: size * width]))
-
-
-def _planned(shard: Shard, item: Item) -> PlannedTensor:
-    if isinstance(item, Made):
-        return PlannedTensor(item.name, item.dtype, item.shape, lambda: (item.make(),))
-    info = item.info
-    return PlannedTensor(item.name, item.dtype, item.shape, lambda: shard.chunks(info.start, info.end))

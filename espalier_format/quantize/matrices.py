@@ -7,16 +7,14 @@ like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import fsum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from espalier_format.checkpoint.decoding import decode_module_rows
 from espalier_format.codec.casting import FLOAT_DTYPES, cast_floats
-from espalier_format.codec.rotation import padded
 from espalier_format.container.header import tensor_bytes
 from espalier_format.errors import SourceError
-from espalier_format.kernels.numpy_decoder import decode_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,8 +106,9 @@ class TransposedMatrix:
         return self._columns(start, stop).tobytes()
 
     def _columns(self, start: int, stop: int) -> NDArray[Any]:
-        page = self.tensor.array()[self.page]
-        return np.ascontiguousarray(page[:, self.first_column + start : self.first_column + stop].T)
+        # A view, since a tensor at an odd offset could be copied only as a whole; the copy of a part is aligned.
+        page = self.tensor.view()[self.page]
+        return np.array(page[:, self.first_column + start : self.first_column + stop].T, order="C")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,25 +129,7 @@ class DecodedMatrix:
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
         """See `Matrix`."""
-        module = self.module
-        suh, svh = module.scales()
-        # Whole rotation blocks depend on no other columns of the trellis: only those are read.
-        block = module.rotation.out or 16
-        first, last = start // block * block, padded(stop, module.rotation.out)
-        trellis: NDArray[Any] = np.ndarray(module.trellis.shape, "<i2", buffer=module.trellis.data())
-        values: NDArray[np.float32] = decode_rows(
-            trellis[:, first // 16 : last // 16].copy(),
-            suh,
-            svh[first:last],
-            module.codebook,
-            module.rotation.in_,
-            module.rotation.out,
-            module.in_features,
-            stop - first,
-            "float32",
-            slice(start - first, stop - first),
-        )
-        return values
+        return decode_module_rows(self.module, "float32", slice(start, stop)).astype(np.float32, copy=False)
 
     def stored_rows(self, start: int, stop: int) -> bytes:
         """See `Matrix`."""
@@ -186,13 +167,6 @@ def row_slices(matrix: Matrix) -> Iterator[tuple[int, int]]:
     step = max(1, BLOCK_BYTES // (4 * max(1, inputs)))
     for start in range(0, outputs, step):
         yield start, min(start + step, outputs)
-
-
-def sum_of_squares(matrix: Matrix) -> float:
-    """Return the sum of the squares of all values, accumulated in float64."""
-    return fsum(
-        float(np.square(matrix.rows(start, stop), dtype=np.float64).sum()) for start, stop in row_slices(matrix)
-    )
 
 
 def _check_dtype(tensor: TensorRef) -> None:

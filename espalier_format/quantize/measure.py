@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from typing import TYPE_CHECKING, Final
 
-from espalier_format.encoder.hessian import read_hessian
-from espalier_format.encoder.module import sample_error
+from espalier_format.encoder.hessian import input_power
+from espalier_format.encoder.module import sample_errors
 from espalier_format.errors import EspalierError
-from espalier_format.quantize.matrices import sum_of_squares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,11 +54,12 @@ def measure(
     """Measure the modules that have several candidates, but for those that ``state`` knows already.
 
     A sample of `SAMPLE_TILES` tiles, the same for all candidates, stands for the module: after the rotation its
-    weights look alike everywhere. What a module weighs, the sum of its squares, is taken of all weights.
+    weights look alike everywhere. What a module weighs, the sum of its squares, is taken of all weights. A weight is
+    read five times at most, however many candidates there are.
 
     Raises:
         SourceError: a weight holds a NaN or an infinity.
-        EspalierError: as `sample_error`, `read_hessian` and `QuantizeState`.
+        EspalierError: as `sample_errors`, `input_power` and `QuantizeState`.
     """
     wanted = [module for module in modules if len(module.candidates) > 1]
     missing = [module for module in wanted if module.name not in state.measurements]
@@ -76,15 +77,18 @@ def measure(
 def weighted_errors(
     measurements: Mapping[str, Measurement], weights: Mapping[str, float]
 ) -> dict[str, tuple[float, ...]]:
-    """Return what the solver minimises: relative error x energy x input power x sensitivity.
+    """Return what the solver minimises: relative error x energy x input power x sensitivity, in some unit.
 
     A module without a Hessian, among others with one, counts as if its inputs had the median power of the others.
     """
+    # A power of two, so that nothing is rounded: a weight may be as large as a float can be.
+    largest = max((weights.get(name, 1.0) for name in measurements), default=1.0)
+    unit = math.ldexp(1.0, min(-math.frexp(largest)[1], 1000))
     powers = [m.input_power for m in measurements.values() if m.input_power is not None]
     usual = statistics.median(powers) if powers else 1.0
     return {
         name: tuple(
-            error * m.energy * (usual if m.input_power is None else m.input_power) * weights.get(name, 1.0)
+            error * m.energy * (usual if m.input_power is None else m.input_power) * (weights.get(name, 1.0) * unit)
             for error in m.relative
         )
         for name, m in measurements.items()
@@ -92,19 +96,16 @@ def weighted_errors(
 
 
 def _measure(module: ModulePlan, *, seed: int, hessians: Path | None, options: EncoderOptions) -> list[float]:
-    matrix = module.linear.matrix
+    linear = module.linear
     try:
-        hessian = None if hessians is None else read_hessian(hessians, module.name, module.linear.in_features)
-        power = _NO_HESSIAN if hessian is None else float(hessian.matrix.diagonal().mean(dtype="f8"))
-        energy = sum_of_squares(matrix)
-        errors = [
-            sample_error(matrix, codebook, module.rotation, seed=seed, name=module.name, options=options)
-            for codebook in module.candidates
-        ]
+        power = None if hessians is None else input_power(hessians, module.name, linear.in_features)
+        sampled = sample_errors(
+            linear.matrix, module.candidates, module.rotation, seed=seed, name=module.name, options=options
+        )
     except EspalierError as error:
         error.tensor = error.tensor or module.name
         raise
-    return [energy, power, *errors]
+    return [sampled.energy, _NO_HESSIAN if power is None else power, *sampled.relative_mse]
 
 
 def _measurement(stored: Sequence[float]) -> Measurement:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import NOT_DECODER
+from espalier_format.checkpoint.tensors import FLOATING
 from espalier_format.codec.casting import FLOAT_DTYPES
-from espalier_format.codec.rotation import padded
+from espalier_format.codec.rotation import EXL3_BLOCK, padded
 from espalier_format.encoder.regularise import default_block
-from espalier_format.errors import LossyError, ShapeError, SourceError, UnknownSizeError, UsageError
-from espalier_format.quantize.exl3_rules import EXL3_BLOCK, exl3_group
+from espalier_format.errors import DtypeError, LossyError, ShapeError, SourceError, UnknownSizeError, UsageError
+from espalier_format.quantize.exl3_rules import exl3_group
 from espalier_format.quantize.recipe import compile_pattern
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def make_plan(linears: Mapping[str, Linear], recipe: Recipe, *, exl3: bool) -> P
         UsageError: a pattern or rule matches nothing, nothing at all is quantized, or the rules ask for what EXL3
             cannot hold.
         SourceError: a module to quantize has a dtype that is not floating-point, or a shard disagrees.
-        ShapeError: a module to quantize is empty.
+        ShapeError, DtypeError: a module to quantize is empty, or its bias is not floating-point.
         UnknownSizeError: the true size of a module to quantize is not known.
         LossyError: a module that is quantized already is kept, and EXL3 cannot hold it.
     """
@@ -130,6 +131,10 @@ def _refuse_unquantizable(linear: Linear) -> None:
     if linear.matrix.dtype not in FLOAT_DTYPES:
         raise SourceError(
             f"a weight of dtype {linear.matrix.dtype} cannot be quantized; BF16, F16 and F32 can", tensor=linear.name
+        )
+    if linear.bias is not None and linear.bias.dtype not in FLOATING:
+        raise DtypeError(
+            "a bias must be floating-point", path=linear.bias.shard.path, tensor=linear.bias.name, got=linear.bias.dtype
         )
     if linear.weights == 0:
         raise ShapeError("an empty weight cannot be quantized", tensor=linear.name, got=list(linear.matrix.shape))

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from espalier_format.container.json_document import read_json_object
-from espalier_format.container.names import CONFIG_NAME
+from espalier_format.checkpoint.files import refuse_single_file
+from espalier_format.converters.espalier_block import OutputModule
+from espalier_format.converters.exl3_limits import check_names
 from espalier_format.converters.exl3_modules import ImportedModule, import_modules
 from espalier_format.encoder.backend import load_backend
-from espalier_format.errors import MissingFileError, SourceError
+from espalier_format.encoder.hessian import has_hessian
+from espalier_format.errors import MissingFileError
 from espalier_format.quantize.allocation import make_pools
 from espalier_format.quantize.documents import config_document, copied_files
 from espalier_format.quantize.exl3_rules import exl3_warnings, refuse_unscaled
 from espalier_format.quantize.inventory import take_inventory
 from espalier_format.quantize.layout import check_headers, plan_shards
-from espalier_format.quantize.outcome import OutputModule
 from espalier_format.quantize.plan import make_plan
 from espalier_format.quantize.sensitivity import module_weights
 
@@ -58,15 +59,7 @@ class Preparation:
             if name in encoded:
                 modules[name] = encoded[name]
             elif name in self.kept:
-                imported = self.kept[name]
-                modules[name] = OutputModule(
-                    name,
-                    imported.module.codebook,
-                    imported.in_features,
-                    imported.out_features,
-                    (imported.module.rotation.in_, imported.module.rotation.out),
-                    imported.size_source,
-                )
+                modules[name] = self.kept[name].as_output()
         return modules
 
     def encoded_modules(self, chosen: Mapping[str, Codebook]) -> dict[str, OutputModule]:
@@ -108,10 +101,11 @@ def prepare(
         SourceError: a single file, a source that is quantized in another way, or a weight of another dtype.
         UsageError: a pattern that matches nothing, a budget that cannot be met, or options that EXL3 cannot follow.
         DependencyError: the back end needs a package that is missing.
-        EspalierError: as `take_inventory`, `make_plan`, `make_pools` and `config_document`.
+        PathError: with a folder of Hessians, a module whose name leads out of it.
+        EspalierError: as `has_hessian`, `take_inventory`, `make_plan`, `make_pools` and `config_document`.
     """
     load_backend(options.backend)
-    _check_source(source)
+    refuse_single_file(source)
     if options.hessians is not None and not options.hessians.is_dir():
         raise MissingFileError("there is no such folder of Hessians", path=options.hessians)
     linears = take_inventory(source, exl3=options.exl3)
@@ -119,7 +113,7 @@ def prepare(
     bits = recipe.bits if options.bits is None else options.bits
     warnings: list[str] = []
     if options.exl3:
-        refuse_unscaled(source.config, linears, from_exl3=_from_exl3(source))
+        refuse_unscaled(source.config, linears, from_exl3=source.was_exl3)
         warnings.extend(exl3_warnings(plan, source.config))
     kept, kept_warnings = _kept_modules(source, plan)
     copied, left_out = copied_files(source)
@@ -140,18 +134,6 @@ def prepare(
     return preparation
 
 
-def _check_source(source: Checkpoint) -> None:
-    has_config = source.folder.has(CONFIG_NAME)
-    opened_alone = has_config and not source.config and read_json_object(source.folder.resolve(CONFIG_NAME)) != {}
-    if opened_alone or [shard.name for shard in source.shards] != source.folder.shard_names():
-        raise SourceError("a single file is no checkpoint; give the folder", path=source.shards[0].path)
-
-
-def _from_exl3(source: Checkpoint) -> bool:
-    origin = None if source.quantization is None else source.quantization.source
-    return source.format == "exl3" or (origin is not None and origin.format == "exl3")
-
-
 def _kept_modules(source: Checkpoint, plan: Plan) -> tuple[dict[str, ImportedModule], tuple[str, ...]]:
     """Return the modules that stay as they are quantized, with the sizes that the output states."""
     names = {linear.name for linear in plan.kept if linear.quantized is not None}
@@ -165,8 +147,7 @@ def _kept_modules(source: Checkpoint, plan: Plan) -> tuple[dict[str, ImportedMod
 def _hessian_warnings(plan: Plan, folder: Path | None) -> Iterator[str]:
     if folder is None:
         return
-    found = {path.stem if path.suffix == ".safetensors" else "" for path in folder.iterdir()}
-    missing = [module.name for module in plan.modules if module.name not in found]
+    missing = [m.name for m in plan.modules if not has_hessian(folder, m.name, m.linear.in_features)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         yield f"there is no Hessian of {missing[0]}{more}: encoded without error feedback"
@@ -176,10 +157,13 @@ def _try_out(source: Checkpoint, preparation: Preparation, options: QuantizeOpti
     """Make everything but the data of an output with the last candidates: what fails there would fail at the end."""
     chosen = {module.name: module.candidates[-1] for module in preparation.plan.modules}
     shards = preparation.shards(source, chosen, lambda _module, _kind: iter(()))
+    modules = preparation.output_modules(chosen)
+    if options.exl3:
+        check_names(source.plain.values(), modules)
     check_headers(shards, exl3=options.exl3)
     config_document(
         source,
-        preparation.output_modules(chosen),
+        modules,
         shards,
         seed=options.seed,
         exl3=options.exl3,

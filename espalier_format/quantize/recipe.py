@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,8 +14,8 @@ from typing import Any, Final
 from espalier_format.checkpoint.components import Component, component_of
 from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import BLOCKS
-from espalier_format.container.regular_file import read_regular
 from espalier_format.errors import CodebookError, SchemaError
+from espalier_format.quantize.toml_document import read_toml
 
 MAX_RECIPE_BYTES: Final = 1_000_000
 MAX_CANDIDATES: Final = 36
@@ -90,11 +89,7 @@ def read_recipe(path: Path) -> Recipe:
         SchemaError: it is no TOML, or not a recipe; the message names the rule.
         CodebookError: an unknown codebook.
     """
-    try:
-        document = tomllib.loads(read_regular(path, MAX_RECIPE_BYTES).decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SchemaError(f"not a TOML document: {error}", path=path) from None
-    return parse_recipe(document, path)
+    return parse_recipe(read_toml(path, MAX_RECIPE_BYTES), path)
 
 
 def parse_recipe(document: Mapping[str, Any], path: Path) -> Recipe:

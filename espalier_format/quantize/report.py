@@ -49,7 +49,10 @@ class ModuleReport:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """A quantization that was completed. ``resumed`` is how many modules an earlier run had finished."""
+    """A quantization that was completed. ``resumed`` is how many modules an earlier run had finished.
+
+    ``source_format`` is as in `Checkpoint.format`, ``target_format`` "espalier" or "exl3".
+    """
 
     source: Path
     destination: Path

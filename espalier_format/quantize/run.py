@@ -10,12 +10,12 @@ from espalier_format.checkpoint.storage_claims import STORAGE_NAME
 from espalier_format.container.header import tensor_bytes
 from espalier_format.container.names import CONFIG_NAME, WORKSPACE_NAME
 from espalier_format.container.writer import CheckpointWriter
+from espalier_format.converters.espalier_block import output_bits
 from espalier_format.converters.output import Meter, manifest_bytes
 from espalier_format.encoder.options import EncoderOptions
 from espalier_format.kernels.ordered_map import processors
 from espalier_format.progress import NullProgress, Progress
 from espalier_format.quantize.allocation import choose_codebooks
-from espalier_format.quantize.block import output_bits
 from espalier_format.quantize.documents import config_document, storage_document
 from espalier_format.quantize.encode import encode
 from espalier_format.quantize.job import describe_job
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3
 
 
-def quantize_checkpoint(
+def quantize_opened(
     source: Checkpoint,
     destination: Path,
     recipe: Recipe,
@@ -108,7 +108,7 @@ def quantize_checkpoint(
     return QuantizeReport(
         source=source.folder.root,
         destination=destination,
-        source_format="hf" if source.format == "plain" else source.format,
+        source_format=source.format,
         target_format=options.to,
         recipe=recipe.name,
         requested_bits=preparation.bits,

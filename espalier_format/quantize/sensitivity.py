@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.container.json_document import parse_json
 from espalier_format.container.regular_file import read_regular
 from espalier_format.errors import SchemaError, UsageError
 from espalier_format.quantize.recipe import compile_pattern
+from espalier_format.quantize.toml_document import read_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,22 +26,29 @@ def read_sensitivity(path: Path) -> dict[str, float]:
         SchemaError, MalformedError: it is no such table, or a weight is not a finite number of at least 0.
         MissingFileError, SourceError, LimitError: the file cannot be read.
     """
-    data = read_regular(path, _MAX_BYTES)
     document: Any
     if path.suffix == ".toml":
-        try:
-            document = tomllib.loads(data.decode("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SchemaError(f"not a TOML document: {error}", path=path) from None
+        document = read_toml(path, _MAX_BYTES)
     else:
-        document = parse_json(data, path=path)
+        document = parse_json(read_regular(path, _MAX_BYTES), path=path)
     if not isinstance(document, dict):
         raise SchemaError("must be a table of patterns and weights", path=path)
-    for pattern, weight in document.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            hint = "; in TOML a name with dots must be quoted" if isinstance(weight, dict) else ""
+    weights = {pattern: _as_weight(weight) for pattern, weight in document.items()}
+    for pattern, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            hint = "; in TOML a name with dots must be quoted" if isinstance(document[pattern], dict) else ""
             raise SchemaError(f"the weight of {pattern!a} must be a finite number of at least 0{hint}", path=path)
-    return {pattern: float(weight) for pattern, weight in document.items()}
+    return weights
+
+
+def _as_weight(value: object) -> float:
+    """Return the number, and NaN for what is none, or an integer that is larger than any."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
 
 
 def module_weights(table: Mapping[str, float], modules: Iterable[str]) -> dict[str, float]:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from espalier_format.container.atomic_file import replace_file
-from espalier_format.container.durable import append_durably, sync_folder
+from espalier_format.container.durable import append_durably, sync_folder, write_error
 from espalier_format.container.header import serialise_header
 from espalier_format.container.job import JOB_NAME, take_over
 from espalier_format.container.json_document import parse_json
+from espalier_format.container.names import SHARD_SUFFIX
 from espalier_format.container.regular_file import read_regular
 from espalier_format.container.shard import Shard
 from espalier_format.errors import EspalierError, WriteError
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _MEASUREMENTS: Final = "measurements.jsonl"
 _RESULTS: Final = "results"
-_SUFFIX: Final = ".safetensors"
 _SECONDS_PER_SYNC: Final = 10.0
 TENSORS: Final = ("trellis", "suh", "svh")
 
@@ -72,10 +72,11 @@ class QuantizeState:
         self.measurements: dict[str, tuple[float, ...]] = {}
         if take_over(folder, job, folders=[_RESULTS], files=[_MEASUREMENTS]):
             self._read_measurements()
+        self._durable = bool(self.measurements)
         with _write_errors(folder):
             self._results.mkdir(exist_ok=True)
             for entry in self._results.iterdir():
-                if entry.suffix != _SUFFIX:
+                if entry.suffix != SHARD_SUFFIX:
                     entry.unlink()
 
     def add_measurement(self, module: str, errors: Sequence[float]) -> None:
@@ -91,6 +92,7 @@ class QuantizeState:
             return
         with _write_errors(self._folder):
             append_durably(self._folder / _MEASUREMENTS, "".join(self._lines).encode("ascii"))
+        self._durable = True
         self._lines.clear()
         self._synced = time.monotonic()
 
@@ -98,9 +100,10 @@ class QuantizeState:
         """Make durable what is not yet, where that is possible; remove the job where there is nothing to go on with."""
         with contextlib.suppress(WriteError):
             self.flush()
-        if self.measurements or any(self._results.glob(f"*{_SUFFIX}")):
+        if self._durable or any(self._results.glob(f"*{SHARD_SUFFIX}")):
             return
         with contextlib.suppress(OSError):
+            (self._folder / _MEASUREMENTS).unlink(missing_ok=True)
             self._results.rmdir()
             (self._folder / JOB_NAME).unlink()
 
@@ -161,7 +164,7 @@ class QuantizeState:
         return ModuleResult(path, encoded.codebook.name, digest, dict(report))
 
     def _path(self, number: int) -> Path:
-        return self._results / f"{number:06d}{_SUFFIX}"
+        return self._results / f"{number:06d}{SHARD_SUFFIX}"
 
     def _read_measurements(self) -> None:
         path = self._folder / _MEASUREMENTS
@@ -190,15 +193,11 @@ def _hash(shard: Shard) -> str:
 
 @contextlib.contextmanager
 def _write_errors(folder: Path, temporary: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a WriteError that says that nothing is lost, and remove the temporary file."""
+    """Turn an OSError into a WriteError, and remove the temporary file; the writer says in the end what is kept."""
     try:
         yield
     except OSError as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        reason = error.strerror or str(error)
-        raise WriteError(
-            f"cannot write: {reason}; what is finished is kept, and --resume goes on from there",
-            path=folder.parent.parent,
-        ) from error
+        raise write_error(error, folder.parent.parent, kept=True) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quantize_cases import dense_draft, fake_encode_module, fake_sample_error, moe_draft
+from quantize_cases import dense_draft, fake_encode_module, fake_sample_errors, moe_draft
 
 from espalier_format.cli.progress import ProgressBar
 
@@ -16,7 +16,7 @@ from espalier_format.cli.progress import ProgressBar
 @pytest.fixture
 def fake_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", fake_sample_error)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_it_says_what_it_did(run: Callable[..., object], moe: Path, tmp_path: Pa
     lines = [line.split() for line in outcome.out.splitlines()]
     assert lines[0] == [str(tmp_path / "out")]
     text = "\n".join(" ".join(line) for line in lines)
-    assert "quantized Hugging Face to Espalier, 21 modules, 4 kept" in text
+    assert "quantized plain safetensors to Espalier, 21 modules, 4 kept" in text
     assert "bits 2.500 per weight, head" in text
     assert "e2m1@1 " in text
     assert "int8@6 1 module" in text
@@ -48,6 +48,7 @@ def test_json_and_report_are_the_same_document(run: Callable[..., object], moe: 
     outcome = run("quantize", moe, tmp_path / "out", "--bits", 3, "--report", report, "--json")
     assert outcome.code == 0
     document = outcome.document
+    assert document["source_format"] == run("inspect", moe, "--json").document["format"] == "plain"
     assert document.pop("schema_version") == 1
     assert document == json.loads(report.read_text())
     assert list(document) == [
@@ -108,6 +109,36 @@ def test_errors_are_one_line(
 
 
 @pytest.mark.usefixtures("fake_encoder")
+def test_paths_are_what_convert_takes(
+    run: Callable[..., object], moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one is not the current folder, and a repository is one to download."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    commands = {"to quantize it": ("quantize", "--bits", 2), "to convert it": ("convert", "--to", "exl3")}
+    for purpose, command in commands.items():
+        outcome = run(command[0], moe, "", *command[1:])
+        assert outcome.err == 'error[usage]: the path of the output is empty; the current folder is "."\n'
+        outcome = run(command[0], "", "out", *command[1:])
+        assert outcome.err == 'error[usage]: the path of the source is empty; the current folder is "."\n'
+        for address in ("org/name", "hf://org/name", "org/name@v1"):
+            outcome = run(command[0], address, "out", *command[1:])
+            assert outcome.code == 2
+            download = "hf download org/name --local-dir name"
+            assert outcome.err == f"error[usage]: org/name is not on this machine; {purpose}, download it: {download}\n"
+    for option, what in (
+        ("--recipe", "the recipe"),
+        ("--hessians", "the folder of Hessians"),
+        ("--sensitivity", "the sensitivity file"),
+        ("--report", "the report"),
+    ):
+        outcome = run("quantize", moe, "out", *(() if option == "--recipe" else ("--bits", 2)), option, "")
+        assert outcome.err == f'error[usage]: the path of {what} is empty; the current folder is "."\n'
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.usefixtures("fake_encoder")
 def test_an_interrupted_run_is_resumed(
     run: Callable[..., object], moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +164,7 @@ def test_an_interrupted_run_is_resumed(
 
 @pytest.mark.usefixtures("fake_encoder")
 def test_progress_adds_up(moe: Path, tmp_path: Path) -> None:
-    from espalier_format.operations.quantize import quantize
+    from espalier_format.operations.quantize import quantize_checkpoint
 
     class Recorder:
         def __init__(self) -> None:
@@ -149,7 +180,7 @@ def test_progress_adds_up(moe: Path, tmp_path: Path) -> None:
             self.jobs[-1][3] = True
 
     recorder = Recorder()
-    quantize(moe, tmp_path / "out", preset_name="espalier", progress=recorder)
+    quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", progress=recorder)
     assert [job[0] for job in recorder.jobs] == ["measuring", "encoding", "writing"]
     for label, total, done, finished in recorder.jobs:
         assert (done, finished) == (total, True), label

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,55 @@ def test_write_error_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_write_error_where_the_folder_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is the new one by then, and the message must not say that it is the old one."""
+    path = tmp_path / "old"
+    path.write_bytes(b"old")
+    real = os.fsync
+
+    def fail_for_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    code = errno.EIO
+    with pytest.raises(WriteError, match=r"perhaps not for good.*Input/output error"):
+        replace_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    code = errno.EINVAL  # a file system that cannot sync folders at all
+    replace_file(path, b"newer")
+    assert path.read_bytes() == b"newer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_write_error_where_the_folder_is_missing(tmp_path: Path) -> None:
     with pytest.raises(WriteError):
         replace_file(tmp_path / "nowhere" / "file", b"x")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket"])
+def test_write_error_leaves_what_is_no_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    path = tmp_path / "special"
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "FIFO":
+            os.mkfifo(path)
+        else:
+            server.bind(path.name)
+        before = path.lstat()
+        with pytest.raises(WriteError, match="no regular file"):
+            replace_file(path, b"x")
+        after = path.lstat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """A file of a checkpoint may be a link into a cache, where others read what it leads to."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"shared")
+    link.symlink_to(target)
+    replace_file(link, b"own")
+    assert not link.is_symlink()
+    assert (link.read_bytes(), target.read_bytes()) == (b"own", b"shared")

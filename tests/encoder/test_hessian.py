@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from builders import Tensor, safetensors_bytes
 from safetensors.numpy import save_file
 
-from espalier_format.encoder.hessian import Hessian, check_hessian, read_hessian
+from espalier_format.encoder.hessian import Hessian, check_hessian, find_hessian, input_power, read_hessian
 from espalier_format.encoder.hessian_product import HessianProduct
 from espalier_format.errors import (
     DtypeError,
     EspalierError,
     MalformedError,
     MissingTensorError,
+    PathError,
     ShapeError,
     SourceError,
 )
@@ -104,3 +107,55 @@ def test_product_is_with_the_hessian() -> None:
         assert np.abs(found / factor - expected).max() < 1e-5 * np.abs(expected).max()
     product = HessianProduct(Hessian(matrix, 1), np.ones(30))
     assert product.loss(2 * rows) == 4 * product.loss(rows) > 0
+
+
+@pytest.mark.parametrize("form", ["absolute", "parent", "link"])
+def test_names_do_not_lead_out_of_the_folder(form: str, tmp_path: Path) -> None:
+    """They come from a checkpoint, and may hold what a path gives a meaning."""
+    inside, outside = tmp_path / "hessians", tmp_path / "elsewhere"
+    for folder in (inside, outside):
+        folder.mkdir()
+        write(folder, hessian=good(), count=np.int64(1))
+    module = {"absolute": str(outside / MODULE), "parent": f"../elsewhere/{MODULE}", "link": "linked"}[form]
+    (inside / "linked.safetensors").symlink_to(outside / f"{MODULE}.safetensors")
+    for look in (lambda: read_hessian(inside, module, 6), lambda: input_power(inside, module, 6),
+                 lambda: find_hessian(inside, module)):  # fmt: skip
+        with pytest.raises(PathError):
+            look()
+
+
+def test_names_with_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.layers").mkdir()
+    save_file({"hessian": good(), "count": np.array(3)}, tmp_path / "model.layers" / "0.up.safetensors")
+    (tmp_path / "inner.safetensors").symlink_to("model.layers/0.up.safetensors")
+    for module in ("model.layers/0.up", "inner"):
+        found = read_hessian(tmp_path, module, 6)
+        assert found is not None
+        assert found.count == 3
+
+
+def test_the_power_of_the_inputs_is_read_from_the_diagonal_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a file whose data is not aligned, which must not be copied."""
+    size = 600
+    matrix = np.full((size, size), np.nan, np.float32)
+    np.fill_diagonal(matrix, np.arange(size))
+    data = safetensors_bytes(
+        {"x": Tensor("U8", (1,), b"x"), "hessian": Tensor.of(matrix, "F32"), "count": Tensor.of(np.array(1), "I64")}
+    )
+    (tmp_path / f"{MODULE}.safetensors").write_bytes(data)
+    assert input_power(tmp_path, "other", size) is None
+    tracemalloc.start()
+    try:
+        assert input_power(tmp_path, MODULE, size) == (size - 1) / 2
+        assert tracemalloc.get_traced_memory()[1] < matrix.nbytes / 4
+    finally:
+        tracemalloc.stop()
+    for value, words in ((np.nan, "NaN"), (np.inf, "NaN or an infinity"), (-1.0, "negative number on its diagonal")):
+        matrix[3, 3] = value
+        with pytest.raises(SourceError, match=words) as caught:
+            input_power(write(tmp_path, hessian=matrix, count=np.int64(1)), MODULE, size)
+        assert caught.value.path == str(tmp_path / f"{MODULE}.safetensors")
+    with pytest.raises(ShapeError):
+        input_power(tmp_path, MODULE, size + 1)

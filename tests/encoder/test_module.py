@@ -12,7 +12,7 @@ from espalier_format.codec.rotation import padded
 from espalier_format.codec.trellis import pack_states, unpack_states
 from espalier_format.encoder.gains import gain
 from espalier_format.encoder.hessian import Hessian
-from espalier_format.encoder.module import encode_module, sample_error
+from espalier_format.encoder.module import encode_module, sample_errors
 from espalier_format.encoder.options import EncodedModule, EncoderOptions
 from espalier_format.encoder.tiles import encode_tiles, to_rings
 from espalier_format.errors import ScaleOverflowError, ShapeError, SourceError, UsageError
@@ -210,13 +210,17 @@ def test_progress_adds_up() -> None:
 def test_sample_error_predicts_the_error() -> None:
     """Without feedback within 10 %, from a part of the tiles; padding and zeros are accounted for."""
     weight = normal(100, 150)
-    for name in ("e2m1@2", "int6@4"):
-        options = EncoderOptions(scale_search_tiles=12, feedback=False)
-        codebook = get_codebook(name)
-        guess = sample_error(weight, codebook, (128, 128), seed=1, name="m", options=options)
+    codebooks = [get_codebook(name) for name in ("e2m1@2", "int6@4")]
+    options = EncoderOptions(scale_search_tiles=12, feedback=False)
+    guess = sample_errors(weight, codebooks, (128, 128), seed=1, name="m", options=options)
+    for codebook, error in zip(codebooks, guess.relative_mse, strict=True):
         module = encode_module(weight, codebook, (128, 128), seed=1, name="m", options=options)
-        assert guess == pytest.approx(module.stats.relative_mse, rel=0.1)
-    assert sample_error(np.zeros((4, 4), np.float32), codebook, (0, 0), seed=0, name="m") == 0
+        assert error == pytest.approx(module.stats.relative_mse, rel=0.1)
+        assert module.stats.energy == guess.energy == pytest.approx(np.square(weight, dtype="f8").sum(), rel=1e-12)
+        alone = sample_errors(weight, [codebook], (128, 128), seed=1, name="m", options=options)
+        assert alone.relative_mse == (error,)
+    zeros = sample_errors(np.zeros((4, 4), np.float32), codebooks, (0, 0), seed=0, name="m")
+    assert (zeros.relative_mse, zeros.energy) == ((0.0, 0.0), 0.0)
 
 
 def test_hessian_without_content_is_reported() -> None:

@@ -214,9 +214,13 @@ def test_a_back_end_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" falls back to numpy; asking for numba says what to install."""
+    """The slow back end is taken only where it is asked for; everything else says what to install."""
     monkeypatch.setattr(backend, "find_spec", lambda _: None)
-    assert encode_tiles(normal_rings(1), get_codebook("e2m1@2"), scale=0.44).states.shape == (1, 256)
+    monkeypatch.setattr(backend, "_has_able_gpu", lambda: False)
+    rings, codebook = normal_rings(1), get_codebook("e2m1@2")
+    assert encode_tiles(rings, codebook, scale=0.44, backend="numpy").states.shape == (1, 256)
+    with pytest.raises(DependencyError, match=r"the extra \[cpu\] brings: pip install numba; the back end numpy"):
+        encode_tiles(rings, codebook, scale=0.44)
     with pytest.raises(DependencyError, match="pip install numba"):
         backend.load_backend("numba")
 
@@ -227,23 +231,24 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "find_spec", lambda _: None)
     with pytest.raises(DependencyError, match="PyTorch and cuda-core"):
         backend.load_backend("cuda")
-    assert backend.load_backend("auto") is backend.load_backend("numpy")
+    with pytest.raises(DependencyError, match="without a GPU needs numba"):
+        backend.load_backend("auto")
     monkeypatch.undo()
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(backend, "CDLL", lambda _: None)
     with pytest.raises(DependencyError, match="CUDA device"):
         backend.load_backend("cuda")
-    assert backend.load_backend("auto") is not None
+    assert backend.load_backend("auto") is backend.load_backend("numba")
 
 
-@pytest.mark.parametrize(("shared_memory", "expected"), [(232448, "cuda"), (101376, "numpy")])
+@pytest.mark.parametrize(("shared_memory", "expected"), [(232448, "cuda"), (101376, "numba")])
 def test_auto_takes_a_gpu_that_is_able(shared_memory: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with less shared memory can search some widths, but has to be asked for by name."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("cuda.core")
     monkeypatch.setattr(backend, "CDLL", lambda _: None)
-    monkeypatch.setattr(backend, "find_spec", lambda name: name == "torch" or None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: name in ("torch", "numba") or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantize_cases import dense_draft, fake_encode_module, fake_sample_error, moe_draft
+from quantize_cases import dense_draft, fake_encode_module, fake_sample_errors, moe_draft
 
 
 @pytest.fixture
 def fake_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the encoder: for tests of everything around it."""
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", fake_sample_error)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
 
 
 @pytest.fixture

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from builders import Tensor
-from compressed_tensors_cases import FILES, SUPER, Packed, awq, build, mixed, model
+from compressed_tensors_cases import FILES, SUPER, Packed, args, awq, build, compress, mixed, model, one_module
 from quantize_cases import stored_block, stored_tensors, write_recipe
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.errors import IndexMismatchError, SourceError, UsageError
-from espalier_format.operations.quantize import quantize
+from espalier_format.operations.quantize import quantize_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 from espalier_format.quantize.inventory import take_inventory
 
@@ -45,9 +47,27 @@ def test_the_encoder_gets_the_weights_that_the_library_decodes(hybrid: Packed, t
 
 
 @pytest.mark.usefixtures("fake_encoder")
+@pytest.mark.parametrize("to", ["espalier", "exl3"])
+def test_nothing_says_that_the_output_is_packed(to: Literal["espalier", "exl3"], tmp_path: Path) -> None:
+    """Loaders look in several places, and every one of them spoke of weights that are not there any more."""
+    weights = args(4, 32)
+    draft = one_module(compress(torch.randn(128, 128), weights, "pack-quantized")[0], weights.model_dump(mode="json"))
+    assert draft.config is not None
+    block = draft.config["quantization_config"]
+    places = {"quantization_config": block, "compression_config": {"quant_method": "fp8"}}
+    draft.config = {"first": 1, **places, "text_config": {**places, "a": 1}, "llm_config": dict(places), "last": 1}
+    source = draft.write(tmp_path / "packed")
+    recipe = write_recipe(tmp_path, 'match = "m"\ncodebook = "exl3-mul1@2"')
+    quantize_checkpoint(source, tmp_path / "out", recipe=recipe, to=to)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == to
+    assert config == {"first": 1, "text_config": {"a": 1}, "llm_config": {}, "last": 1}
+
+
+@pytest.mark.usefixtures("fake_encoder")
 def test_super_experts_can_be_wider_and_all_else_stays(hybrid: Packed, original: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = quantize(hybrid.draft.write(tmp_path / "packed"), out, recipe=write_recipe(tmp_path, *MIXED))
+    report = quantize_checkpoint(hybrid.draft.write(tmp_path / "packed"), out, recipe=write_recipe(tmp_path, *MIXED))
     assert verify_checkpoint(out, deep=True).exit_code == 0
     assert report.source_format == "compressed-tensors"
     stored = stored_tensors(out)
@@ -77,7 +97,7 @@ def test_what_may_not_be_quantized_becomes_plain_even_if_it_was_packed(original:
     case, out = build(original, awq()), tmp_path / "out"
     gate = "model.language_model.layers.0.mlp.shared_expert_gate"
     assert gate in case.expected
-    quantize(
+    quantize_checkpoint(
         case.draft.write(tmp_path / "packed"), out, recipe=write_recipe(tmp_path, 'match = "*"\ncodebook = "e2m1@2"')
     )
     assert verify_checkpoint(out).exit_code == 0
@@ -90,7 +110,7 @@ def test_what_may_not_be_quantized_becomes_plain_even_if_it_was_packed(original:
 def test_to_exl3_as_well(hybrid: Packed, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rule = 'match = "*.mlp.experts.*"\ncodebook = "exl3-mul1@2"'
-    quantize(hybrid.draft.write(tmp_path / "packed"), out, to="exl3", recipe=write_recipe(tmp_path, rule))
+    quantize_checkpoint(hybrid.draft.write(tmp_path / "packed"), out, to="exl3", recipe=write_recipe(tmp_path, rule))
     with open_checkpoint(out) as checkpoint:
         assert checkpoint.format == "exl3"
         attention = "model.language_model.layers.3.self_attn.q_proj"
@@ -109,7 +129,7 @@ def test_work_is_not_resumed_with_another_reading_of_the_same_bytes(hybrid: Pack
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_assemble", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            quantize(source, out, recipe=recipe)
+            quantize_checkpoint(source, out, recipe=recipe)
     config = json.loads((source / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"]
     groups["super"]["weights"]["strategy"] = "channel"
@@ -117,7 +137,7 @@ def test_work_is_not_resumed_with_another_reading_of_the_same_bytes(hybrid: Pack
     # Groups of 128 are whole rows of this model, so both readings fit the bytes.
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError):
-        quantize(source, out, recipe=recipe, resume=True)
+        quantize_checkpoint(source, out, recipe=recipe, resume=True)
 
 
 def _interrupt(*_: object, **__: object) -> None:
@@ -131,7 +151,7 @@ def test_a_tensor_that_only_the_index_names_is_refused(hybrid: Packed, tmp_path:
     index["weight_map"]["x.weight"] = "model-00001-of-00002.safetensors"
     path.write_text(json.dumps(index))
     with pytest.raises(IndexMismatchError, match="no shard holds it"):
-        quantize(source, tmp_path / "out", recipe=write_recipe(tmp_path, *MIXED))
+        quantize_checkpoint(source, tmp_path / "out", recipe=write_recipe(tmp_path, *MIXED))
 
 
 def test_other_methods_are_refused(hybrid: Packed, tmp_path: Path) -> None:
@@ -140,4 +160,4 @@ def test_other_methods_are_refused(hybrid: Packed, tmp_path: Path) -> None:
     config["quantization_config"]["quant_method"] = "quark"
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(SourceError, match="'quark'"):
-        quantize(source, tmp_path / "out", recipe=write_recipe(tmp_path, *MIXED))
+        quantize_checkpoint(source, tmp_path / "out", recipe=write_recipe(tmp_path, *MIXED))

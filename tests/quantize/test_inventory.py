@@ -10,6 +10,7 @@ from builders import Exl3Module, Tensor, bf16, espalier_draft, exl3_draft, llama
 from quantize_cases import dense_draft, matrix, moe_draft, moe_tensors, values, widened
 
 from espalier_format.checkpoint import open_checkpoint
+from espalier_format.checkpoint.text_sections import TEXT_PARTS
 from espalier_format.errors import ShapeError, SourceError
 from espalier_format.quantize.inventory import take_inventory
 from espalier_format.quantize.linear import Linear
@@ -150,6 +151,42 @@ def test_the_other_quantizations_are_refused(tmp_path: Path) -> None:
         take_inventory(source, exl3=False)
 
 
+@pytest.mark.parametrize("part", TEXT_PARTS)
+def test_also_where_a_text_part_names_them(part: str, tmp_path: Path) -> None:
+    draft = dense_draft(config={part: {"quantization_config": {"quant_method": "fp8"}}})
+    with (
+        open_checkpoint(draft.write(tmp_path / "m")) as source,
+        pytest.raises(SourceError, match=rf"quantized by 'fp8' \(so says {part}.quantization_config\)"),
+    ):
+        take_inventory(source, exl3=False)
+
+
+@pytest.mark.parametrize("second", ["scales", "qzeros"])
+def test_or_where_only_the_tensors_tell(second: str, tmp_path: Path) -> None:
+    """GPTQ whose config is in quantize_config.json: copied as they are, the tensors would mean nothing any more."""
+    draft = dense_draft()
+    module = "model.layers.0.mlp.down_proj"
+    del draft[f"{module}.weight"]
+    draft[f"{module}.qweight"] = Tensor("I32", (12, 64), bytes(4 * 12 * 64))
+    draft[f"{module}.{second}"] = Tensor("I32", (1, 8), bytes(32))
+    with (
+        open_checkpoint(draft.write(tmp_path / "m")) as source,
+        pytest.raises(SourceError, match=f"to judge by {module}.{second}, in a way that is not read") as caught,
+    ):
+        take_inventory(source, exl3=False)
+    assert caught.value.tensor == f"{module}.qweight"
+    assert str(caught.value.path).endswith(".safetensors")
+
+
+def test_what_does_not_count_refuses_nothing(tmp_path: Path) -> None:
+    """EXL3 made from FP8 often keeps that in the text part; loaders look at the top level first."""
+    draft = exl3_draft([Exl3Module("lm_head", 96, 90, 4, "mcg")], config=llama_config(hidden=96, intermediate=200))
+    assert draft.config is not None
+    draft.config["text_config"] = {**draft.config, "quantization_config": {"quant_method": "fp8"}}
+    with open_checkpoint(draft.write(tmp_path / "m")) as source:
+        assert "lm_head" in take_inventory(source, exl3=False)
+
+
 def test_fused_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     draft = moe_draft()
     name = "model.language_model.layers.0.mlp.experts.down_proj"
@@ -169,10 +206,11 @@ def test_a_bias_of_another_size_is_refused(tmp_path: Path) -> None:
         take_inventory(source, exl3=False)
 
 
-def test_interleaved_experts_are_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [None, *TEXT_PARTS])
+def test_interleaved_experts_are_left_alone(part: str | None, tmp_path: Path) -> None:
     draft = moe_draft()
     assert draft.config is not None
-    draft.config["model_type"] = "gpt_oss"
+    draft.config.update({"model_type": "gpt_oss"} if part is None else {part: {"model_type": "gpt_oss"}})
     with open_checkpoint(draft.write(tmp_path / "m")) as source:
         assert not [name for name in take_inventory(source, exl3=False) if ".experts." in name]
 

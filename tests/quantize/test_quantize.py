@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import Exl3Module, Tensor, espalier_draft, exl3_draft, llama_config, read_safetensors
+from builders import Exl3Module, Tensor, bf16, espalier_draft, exl3_draft, llama_config, read_safetensors
 from quantize_cases import (
     dense_draft,
     matrix,
@@ -22,10 +23,11 @@ from quantize_cases import (
 )
 
 from espalier_format.checkpoint import open_checkpoint
+from espalier_format.container.shard import Shard
 from espalier_format.errors import (
     OutputExistsError,
 )
-from espalier_format.operations.quantize import quantize
+from espalier_format.operations.quantize import quantize_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fake_encoder")
@@ -40,7 +42,7 @@ def _check(folder: Path) -> None:
 
 def test_a_dense_model_keeps_its_shards_and_everything_else(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    quantize(dense, out, recipe=write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"'))
+    quantize_checkpoint(dense, out, recipe=write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"'))
     _check(out)
     draft = dense_draft()
     first, metadata = read_safetensors(out / "model-00001-of-00002.safetensors")
@@ -63,13 +65,13 @@ def test_a_dense_model_keeps_its_shards_and_everything_else(dense: Path, tmp_pat
     )
     assert block["head_bits"] is None
     assert block["ignore"] == ["lm_head"]
-    assert block["source"] == {"format": "huggingface", "seed": 0}
+    assert block["source"] == {"format": "plain", "seed": 0}
     assert len(json.loads((out / "espalier_manifest.json").read_text())["decode_digests"]) == 7
 
 
 def test_no_digests_if_not_wanted(dense: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"')
-    quantize(dense, tmp_path / "out", recipe=recipe, digests=False)
+    quantize_checkpoint(dense, tmp_path / "out", recipe=recipe, digests=False)
     assert "decode_digests" not in json.loads((tmp_path / "out" / "espalier_manifest.json").read_text())
 
 
@@ -83,7 +85,7 @@ def test_the_block_rule_and_what_a_recipe_says_instead(tmp_path: Path) -> None:
         'match = "*.d_proj"\ncodebook = "e2m1@2"\nrotation = {in = 0, out = 32}',
         'match = "model.layers.1.*"\ncodebook = "e2m1@2"',
     )
-    quantize(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
     _check(tmp_path / "out")
     modules = stored_block(tmp_path / "out")["modules"]
     rotations = {name.rpartition(".")[2]: (m["rotation"]["in"], m["rotation"]["out"]) for name, m in modules.items()}
@@ -94,7 +96,7 @@ def test_the_block_rule_and_what_a_recipe_says_instead(tmp_path: Path) -> None:
 def test_experts_make_banks_of_mixed_widths(moe: Path, tmp_path: Path) -> None:
     """Expert e has weights 4^e times as large, so wider codebooks must go to later experts."""
     out = tmp_path / "out"
-    report = quantize(moe, out, preset_name="espalier")
+    report = quantize_checkpoint(moe, out, preset_name="espalier")
     _check(out)
     bank = stored_block(out)["expert_banks"][BANK]
     assert bank["num_experts"] == 4
@@ -128,7 +130,7 @@ def test_experts_make_banks_of_mixed_widths(moe: Path, tmp_path: Path) -> None:
 def test_bits_are_met_as_the_config_defines_them(bits: float, tmp_path: Path) -> None:
     """Head, MTP and vision do not count."""
     source = moe_draft(experts=16).write(tmp_path / "m")
-    report = quantize(source, tmp_path / "out", bits=bits)
+    report = quantize_checkpoint(source, tmp_path / "out", bits=bits)
     _check(tmp_path / "out")
     assert abs(stored_block(tmp_path / "out")["bits"] - bits) <= 0.005
     assert report.bits == stored_block(tmp_path / "out")["bits"]
@@ -138,7 +140,7 @@ def test_bits_are_met_as_the_config_defines_them(bits: float, tmp_path: Path) ->
 def test_sensitivity_moves_bits(tmp_path: Path) -> None:
     source = moe_draft(experts=4).write(tmp_path / "m")
     (tmp_path / "s.json").write_text(json.dumps({f"{BANK}.0.*": 1e9}))
-    quantize(source, tmp_path / "out", preset_name="espalier", sensitivity=tmp_path / "s.json")
+    quantize_checkpoint(source, tmp_path / "out", preset_name="espalier", sensitivity=tmp_path / "s.json")
     for projection in stored_block(tmp_path / "out")["expert_banks"][BANK]["projections"].values():
         assert projection["codebooks"][int(projection["assignment"][0])] == "int5@3"
 
@@ -149,7 +151,7 @@ def test_kept_experts_of_a_fused_tensor_become_tensors_of_their_own(moe: Path, t
         f'match = "{BANK}.1.*"\nkeep = true',
         f'match = "{BANK}.*.up_proj"\ncodebook = "e2m1@2"',
     )
-    quantize(moe, tmp_path / "out", recipe=recipe)
+    quantize_checkpoint(moe, tmp_path / "out", recipe=recipe)
     _check(tmp_path / "out")
     block = stored_block(tmp_path / "out")
     assert {n: p["assignment"] for n, p in block["expert_banks"][BANK]["projections"].items()} == {"up_proj": "0-00"}
@@ -168,7 +170,7 @@ def test_a_tied_head_is_untied(stated: bool | None, tmp_path: Path) -> None:
     config = {"tie_word_embeddings": stated, "text_config": {"hidden_size": 64, "tie_word_embeddings": stated}}
     draft = dense_draft(tied=True, config=config)
     recipe = write_recipe(tmp_path, 'match = "lm_head"\ncodebook = "int8@6"')
-    quantize(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
     _check(tmp_path / "out")
     document = json.loads((tmp_path / "out" / "config.json").read_text())
     assert document["tie_word_embeddings"] is False
@@ -184,7 +186,9 @@ def test_a_tied_head_is_untied(stated: bool | None, tmp_path: Path) -> None:
 
 def test_a_tie_stays_where_the_head_is_kept(tmp_path: Path) -> None:
     source = dense_draft(tied=True).write(tmp_path / "m")
-    quantize(source, tmp_path / "out", recipe=write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"'))
+    quantize_checkpoint(
+        source, tmp_path / "out", recipe=write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"')
+    )
     document = json.loads((tmp_path / "out" / "config.json").read_text())
     assert document["tie_word_embeddings"] is True
     assert not [name for name in stored_tensors(tmp_path / "out") if "lm_head" in name]
@@ -199,7 +203,7 @@ def test_exl3_and_espalier_are_encoded_again_or_kept(tmp_path: Path) -> None:
     ]
     source = exl3_draft(modules, config=config).write(tmp_path / "exl3")
     recipe = write_recipe(tmp_path, 'match = "*.up_proj"\ncodebook = "e2m1@2"')
-    quantize(source, tmp_path / "first", recipe=recipe)
+    quantize_checkpoint(source, tmp_path / "first", recipe=recipe)
     _check(tmp_path / "first")
     block = stored_block(tmp_path / "first")
     assert {name: entry["codebook"] for name, entry in block["modules"].items()} == {
@@ -216,7 +220,7 @@ def test_exl3_and_espalier_are_encoded_again_or_kept(tmp_path: Path) -> None:
             assert np.array_equal(old.decode(name), new.decode(name))
     # Once more: what was exl3 is now encoded, the grid module kept.
     recipe = write_recipe(tmp_path, 'match = "*.q_proj"\ncodebook = "int6@4"')
-    quantize(tmp_path / "first", tmp_path / "second", recipe=recipe)
+    quantize_checkpoint(tmp_path / "first", tmp_path / "second", recipe=recipe)
     _check(tmp_path / "second")
     again = stored_tensors(tmp_path / "second")
     for name, tensor in written.items():
@@ -236,7 +240,7 @@ def test_what_is_kept_quantized_counts_for_bits(tmp_path: Path) -> None:
     books = "[" + ", ".join(f'"{b}"' for b in ("e2m1@1", "e2m1@1.5", "e2m1@2", "int5@3", "int6@4")) + "]"
     rule = f'match = ["*.q_proj", "*.shared_expert.up_proj"]\ncodebook = {books}'
     middle = (fixed + sum(2 * m.padded_in * m.padded_out for m in free)) / sizes
-    quantize(source, tmp_path / "out", recipe=write_recipe(tmp_path, rule, bits=round(middle, 3)))
+    quantize_checkpoint(source, tmp_path / "out", recipe=write_recipe(tmp_path, rule, bits=round(middle, 3)))
     _check(tmp_path / "out")
     assert abs(stored_block(tmp_path / "out")["bits"] - middle) <= 0.006
 
@@ -246,7 +250,7 @@ def test_other_weights_are_not_copied(dense: Path, tmp_path: Path) -> None:
         (dense / name).parent.mkdir(exist_ok=True)
         (dense / name).write_bytes(b"{}")
     recipe = write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"')
-    report = quantize(dense, tmp_path / "out", recipe=recipe)
+    report = quantize_checkpoint(dense, tmp_path / "out", recipe=recipe)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json", "espalier_manifest.json", "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors", "model.safetensors.index.json", "notes.txt", "tokenizer.json",
@@ -256,7 +260,7 @@ def test_other_weights_are_not_copied(dense: Path, tmp_path: Path) -> None:
 
 def test_two_runs_give_the_same_bytes_and_another_seed_does_not(moe: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        quantize(moe, tmp_path / name, preset_name="espalier", seed=seed)
+        quantize_checkpoint(moe, tmp_path / name, preset_name="espalier", seed=seed)
     first, second, third = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b", "c")
     )
@@ -267,7 +271,7 @@ def test_two_runs_give_the_same_bytes_and_another_seed_does_not(moe: Path, tmp_p
 
 def test_the_report_has_every_module(moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    quantize(moe, tmp_path / "out", preset_name="espalier", report=path)
+    quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", report=path)
     document = json.loads(path.read_text())
     with open_checkpoint(tmp_path / "out") as made:
         assert [module["name"] for module in document["modules"]] == list(made.modules)
@@ -282,27 +286,27 @@ def test_the_report_has_every_module(moe: Path, tmp_path: Path) -> None:
 def test_an_existing_output_is_replaced_on_request_only(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     recipe = write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"')
-    quantize(dense, out, recipe=recipe)
+    quantize_checkpoint(dense, out, recipe=recipe)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(OutputExistsError, match="--force replaces it"):
-        quantize(dense, out, recipe=recipe, seed=1)
+        quantize_checkpoint(dense, out, recipe=recipe, seed=1)
     with pytest.raises(OutputExistsError):
-        quantize(dense, out, recipe=recipe, seed=1, resume=True)
+        quantize_checkpoint(dense, out, recipe=recipe, seed=1, resume=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    quantize(dense, out, recipe=recipe, seed=1, force=True)
+    quantize_checkpoint(dense, out, recipe=recipe, seed=1, force=True)
     _check(out)
     assert stored_block(out)["source"]["seed"] == 1
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(OutputExistsError):
-        quantize(dense, tmp_path / "other", recipe=recipe, force=True)
+        quantize_checkpoint(dense, tmp_path / "other", recipe=recipe, force=True)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
 
 
 def test_a_source_without_a_config(tmp_path: Path) -> None:
     draft = dense_draft()
     draft.config = None
-    quantize(draft.write(tmp_path / "m"), tmp_path / "out", bits=2)
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", bits=2)
     _check(tmp_path / "out")
 
 
@@ -310,7 +314,7 @@ def test_an_unknown_architecture_needs_patterns_only(tmp_path: Path) -> None:
     draft = dense_draft(config={"model_type": "homemade"})
     draft["h.0.c_fc.weight"] = matrix("fc", 128, 64)
     recipe = write_recipe(tmp_path, 'match = "h.*.c_fc"\ncodebook = "e2m1@2"')
-    quantize(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
     _check(tmp_path / "out")
     assert list(stored_block(tmp_path / "out")["modules"]) == ["h.0.c_fc"]
 
@@ -321,7 +325,9 @@ def test_repeated_tensors_are_written_once(tmp_path: Path) -> None:
     draft.shards["model-00002-of-00002.safetensors"][name] = draft[name]
     draft.index = None
     source = draft.write(tmp_path / "m")
-    quantize(source, tmp_path / "out", recipe=write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"'))
+    quantize_checkpoint(
+        source, tmp_path / "out", recipe=write_recipe(tmp_path, 'match = "*_proj"\ncodebook = "e2m1@2"')
+    )
     _check(tmp_path / "out")
 
 
@@ -329,7 +335,52 @@ def test_bfloat16_of_a_wide_bias_and_values(tmp_path: Path) -> None:
     """Biases of encoded modules stay as they are in Espalier."""
     draft = dense_draft()
     draft["model.layers.0.mlp.up_proj.bias"] = Tensor.of(values("b", (96,)), "F32")
-    quantize(draft.write(tmp_path / "m"), tmp_path / "out", bits=2)
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", bits=2)
     _check(tmp_path / "out")
     for name in ("model.layers.0.mlp.up_proj.bias", "model.layers.0.self_attn.q_proj.bias"):
         assert stored_tensors(tmp_path / "out")[name] == draft[name]
+
+
+def test_small_tensors_that_stay_are_read_in_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading for each of tens of thousands of them would take longer than the rest of the copy."""
+    draft = dense_draft()
+    for number in range(300):
+        draft[f"model.layers.{number}.norm.weight"] = bf16(values(f"norm {number}", (64,)))
+        draft.shards["model-00001-of-00002.safetensors"][f"a.{number}.norm.weight"] = bf16(values(f"a {number}", (64,)))
+    source = draft.write(tmp_path / "m")
+    readings: list[str] = []
+    chunks = Shard.chunks
+
+    def counted(self: Shard, start: int, end: int, *size: int) -> Iterator[bytes]:
+        if self.path.parent == source:
+            readings.append(self.name)
+        return chunks(self, start, end, *size)
+
+    monkeypatch.setattr(Shard, "chunks", counted)
+    recipe = write_recipe(tmp_path, 'match = ["lm_head", "*.down_proj"]\ncodebook = "e2m1@2"')
+    quantize_checkpoint(source, tmp_path / "out", recipe=recipe)
+    assert len(readings) < 30
+    written = stored_tensors(tmp_path / "out")
+    encoded = {"lm_head.weight", "model.layers.0.mlp.down_proj.weight"}
+    assert all(written[name] == draft[name] for name in draft.names() if name not in encoded)
+
+
+def test_banks_are_those_that_a_converter_makes(tmp_path: Path) -> None:
+    """By spec/exl3.md §5: any projection counts the experts, and all of one need the same sizes and rotation."""
+    draft, bank = dense_draft(), "model.layers.0.mlp.experts"
+    for layer, missing in ((0, None), (1, (3, "up_proj")), (2, None)):
+        for expert in range(4):
+            for projection, sizes in (("up_proj", (96, 64)), ("down_proj", (64, 96))):
+                if (expert, projection) != missing:
+                    name = f"{bank.replace('0', str(layer))}.{expert}.{projection}"
+                    draft[f"{name}.weight"] = matrix(name, *sizes)
+    recipe = write_recipe(
+        tmp_path,
+        'match = "*.layers.2.mlp.experts.1.up_proj"\ncodebook = "e2m1@2"\nrotation = 64',
+        'match = "*.experts.*.up_proj"\ncodebook = "e2m1@2"\nrotation = 32',
+    )
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
+    _check(tmp_path / "out")
+    block = stored_block(tmp_path / "out")
+    assert {name: list(found["projections"]) for name, found in block["expert_banks"].items()} == {bank: ["up_proj"]}
+    assert len(block["modules"]) == 3 + 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from espalier_format.checkpoint.components import Component
-from espalier_format.errors import CodebookError, LimitError, MissingFileError, SchemaError, UsageError
+from espalier_format.errors import CodebookError, LimitError, MalformedError, MissingFileError, SchemaError, UsageError
 from espalier_format.quantize.presets import even_recipe, preset
 from espalier_format.quantize.recipe import read_recipe
 from espalier_format.quantize.sensitivity import module_weights, read_sensitivity
@@ -155,6 +155,26 @@ def test_wrong_sensitivity_is_a_schema_error(content: str, tmp_path: Path) -> No
     (tmp_path / "s.json").write_text(content)
     with pytest.raises(SchemaError):
         read_sensitivity(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize("name", ["s.json", "s.toml"])
+def test_integers_beyond_all_floats(name: str, digits: int, tmp_path: Path) -> None:
+    number = "1" + digits * "0"
+    (tmp_path / name).write_text(f'{{"a": {number}}}' if name == "s.json" else f"a = {number}\n")
+    with pytest.raises((SchemaError, MalformedError)) as caught:
+        read_sensitivity(tmp_path / name)
+    assert caught.value.path == str(tmp_path / name)
+    (tmp_path / "recipe.toml").write_text(f'bits = {number}\n[[rule]]\nmatch = "*"\nkeep = true\n')
+    with pytest.raises(SchemaError):
+        read_recipe(tmp_path / "recipe.toml")
+
+
+def test_toml_that_nests_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text("a = " + 50_000 * "[" + 50_000 * "]" + "\n")
+    for read in (read_sensitivity, read_recipe):
+        with pytest.raises(SchemaError, match="not a TOML document"):
+            read(tmp_path / "s.toml")
 
 
 def test_dotted_keys_of_toml_are_explained(tmp_path: Path) -> None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from builders import Exl3Module, Tensor, bf16, exl3_draft
-from quantize_cases import dense_draft, widened, write_recipe
+from builders import Draft, Exl3Module, Tensor, bf16, exl3_draft
+from quantize_cases import dense_draft, matrix, moe_draft, widened, write_recipe
+from safetensors.numpy import save_file
 
-from espalier_format.errors import DependencyError, EspalierError, ShapeError, SourceError, UnknownSizeError, UsageError
-from espalier_format.operations.quantize import quantize
+from espalier_format.errors import (
+    DependencyError,
+    DtypeError,
+    EspalierError,
+    MalformedError,
+    MissingFileError,
+    MissingTensorError,
+    PathError,
+    ShapeError,
+    SourceError,
+    TruncatedError,
+    UnexpectedTensorError,
+    UnknownSizeError,
+    UsageError,
+)
+from espalier_format.operations.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fake_encoder")
 
@@ -43,7 +59,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
 ) -> None:
     recipe = write_recipe(tmp_path, *rules) if rules else None
     with pytest.raises(kind, match=message):
-        quantize(dense, tmp_path / "out", recipe=recipe, **options)
+        quantize_checkpoint(dense, tmp_path / "out", recipe=recipe, **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -63,34 +79,131 @@ def test_bad_weights_name_their_tensor_and_leave_nothing(tmp_path: Path) -> None
         draft[name] = tensor
         source = draft.write(tmp_path / f"m{number}")
         with pytest.raises(kind) as caught:
-            quantize(source, tmp_path / "out", recipe=recipe)
+            quantize_checkpoint(source, tmp_path / "out", recipe=recipe)
         assert caught.value.tensor == named
         assert not (tmp_path / "out").exists()
+
+
+def test_biases_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    """Also those beside a weight that is tied or fused, which no reader of the output would take."""
+    bank = "model.language_model.layers.0.mlp.experts"
+    cases: list[tuple[Draft, str, Tensor, type[EspalierError]]] = [
+        (dense_draft(), "lm_head", bf16(np.ones(7)), ShapeError),
+        (dense_draft(tied=True), "lm_head", bf16(np.ones(7)), ShapeError),
+        (moe_draft(), f"{bank}.1.up_proj", bf16(np.ones(7)), ShapeError),
+        (dense_draft(), "lm_head", Tensor("I32", (50,), bytes(200)), DtypeError),
+        (dense_draft(tied=True), "lm_head", Tensor("I32", (50,), bytes(200)), DtypeError),
+    ]
+    for number, (draft, module, bias, kind) in enumerate(cases):
+        draft[f"{module}.bias"] = bias
+        recipe = write_recipe(tmp_path, f'match = "{module}"\ncodebook = "e2m1@2"')
+        with pytest.raises(kind) as caught:
+            quantize_checkpoint(draft.write(tmp_path / f"m{number}"), tmp_path / "out", recipe=recipe)
+        assert caught.value.tensor == f"{module}.bias"
+        assert caught.value.path is not None
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
+    bank = "model.language_model.layers.0.mlp.experts"
+    recipe = write_recipe(tmp_path, f'match = "{bank}.*.up_proj"\ncodebook = "e2m1@2"')
+    draft = moe_draft()
+    draft[f"{bank}.0.gate_proj.weight"] = matrix("twice", 32, 64)
+    with pytest.raises(SourceError, match=rf"is stored twice: {bank}.gate_up_proj holds it as well"):
+        quantize_checkpoint(draft.write(tmp_path / "m0"), tmp_path / "out", recipe=recipe)
+    draft[f"{bank}.0.gate_proj.weight"] = bf16(np.ones(3))  # no weight, but in the way of one that is kept
+    with pytest.raises(UnexpectedTensorError, match="two tensors of this name"):
+        quantize_checkpoint(draft.write(tmp_path / "m1"), tmp_path / "out", recipe=recipe)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_true_size_is_refused(tmp_path: Path) -> None:
     source = exl3_draft([Exl3Module("strange.part", 96, 90, 2, "mcg")], config={"model_type": "strange"})
     with pytest.raises(UnknownSizeError, match="true size is not known"):
-        quantize(
+        quantize_checkpoint(
             source.write(tmp_path / "m"),
             tmp_path / "out",
             recipe=write_recipe(tmp_path, 'match = "strange.part"\ncodebook = "e2m1@2"'),
         )
 
 
-def test_where_a_report_cannot_go(dense: Path, tmp_path: Path) -> None:
-    for report in (tmp_path / "out" / "r.json", dense / "r.json", tmp_path / "nowhere" / "r.json", tmp_path):
-        with pytest.raises(EspalierError):
-            quantize(dense, tmp_path / "out", bits=2, report=report)
+def test_a_name_that_leads_out_of_the_folder_of_hessians(tmp_path: Path) -> None:
+    """The Hessian there must not be used, whatever the checkpoint calls its tensors."""
+    elsewhere, inside = tmp_path / "elsewhere", tmp_path / "hessians"
+    for folder in (elsewhere, inside):
+        folder.mkdir()
+        save_file({"hessian": np.eye(64, dtype=np.float32), "count": np.array(1)}, folder / "up_proj.safetensors")
+    draft, module = dense_draft(), f"{elsewhere}/up_proj"
+    draft[f"{module}.weight"] = matrix("up", 64, 64)
+    recipe = write_recipe(tmp_path, 'match = "*/up_proj"\ncodebook = "e2m1@2"')
+    with pytest.raises(PathError, match="not a plain relative name"):
+        quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe, hessians=inside)
     assert not (tmp_path / "out").exists()
+    report = quantize_checkpoint(tmp_path / "m", tmp_path / "out", recipe=recipe)
+    assert module in [each.name for each in report.modules]
+
+
+def test_odd_files_of_hessians_are_refused_before_anything_is_written(dense: Path, tmp_path: Path) -> None:
+    """Of the last module, too, and not after hours, when its turn has come; nor are they passed over."""
+    hessians = tmp_path / "hessians"
+    hessians.mkdir()
+    file = hessians / "lm_head.safetensors"
+
+    def refused(kind: type[EspalierError], words: str) -> None:
+        with pytest.raises(kind, match=words) as caught:
+            quantize_checkpoint(dense, tmp_path / "out", recipe=recipe, hessians=hessians)
+        assert caught.value.path == str(file)
+        assert not (tmp_path / "out").exists()
+
+    recipe = write_recipe(
+        tmp_path,
+        'match = "*_proj"\ncodebook = ["e2m1@2", "int5@3"]\naverage = 2.5',
+        'match = "lm_head"\ncodebook = "int5@3"',
+    )
+    for target, kind, words in (
+        ("nowhere", MissingFileError, "leads nowhere"),
+        ("/dev/zero", PathError, "leads out"),
+    ):
+        file.symlink_to(target)
+        refused(kind, words)
+        file.unlink()
+    os.mkfifo(file)
+    refused(MalformedError, "not a regular file")
+    file.unlink()
+    file.mkdir()
+    refused(MalformedError, "not a regular file")
+    file.rmdir()
+    file.write_bytes(b"x")
+    refused(TruncatedError, "bytes")
+    save_file({"hessian": np.eye(63, dtype=np.float32), "count": np.array(1)}, file)
+    refused(ShapeError, "another shape")
+    save_file({"hessian": np.eye(64, dtype=np.float32)}, file)
+    refused(MissingTensorError, "lacks a tensor")
+
+
+def test_the_largest_sensitivity_is_no_infinity(dense: Path, tmp_path: Path) -> None:
+    """Two widths and an average: the solver compares the errors, times these weights, with each other."""
+    recipe = write_recipe(tmp_path, 'match = "*_proj"\ncodebook = ["e2m1@2", "int5@3"]\naverage = 2.5')
+    chosen = []
+    for number, weight in enumerate(("1", "1e308")):
+        (tmp_path / "s.json").write_text(f'{{"*": {weight}}}')
+        out = tmp_path / f"out{number}"
+        report = quantize_checkpoint(dense, out, recipe=recipe, sensitivity=tmp_path / "s.json")
+        chosen.append([module.codebook for module in report.modules])
+    assert chosen[0] == chosen[1]
+    assert set(chosen[0]) == {"e2m1@2", "int5@3"}
 
 
 def test_a_back_end_without_its_package(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("espalier_format.encoder.backend.find_spec", lambda name: None)
-    with pytest.raises(DependencyError, match="numba"):
-        quantize(dense, tmp_path / "out", bits=2, backend="numba")
+    monkeypatch.setattr("espalier_format.encoder.backend._has_able_gpu", lambda: False)
+    for backend in ("numba", "auto"):
+        with pytest.raises(DependencyError, match="pip install numba"):
+            quantize_checkpoint(dense, tmp_path / "out", bits=2, backend=backend)
+        assert not (tmp_path / "out").exists()
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2, backend="numpy").modules
 
 
 def test_a_single_file_is_no_source(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="give the folder"):
-        quantize(dense / "model-00001-of-00002.safetensors", tmp_path / "out", bits=2)
+        quantize_checkpoint(dense / "model-00001-of-00002.safetensors", tmp_path / "out", bits=2)

@@ -14,11 +14,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from quantize_cases import dense_draft, fake_encode_module, moe_draft
+from builders import Module, codebook_constants, espalier_draft
+from quantize_cases import dense_draft, fake_encode_module, fake_sample_errors, moe_draft, write_recipe
+from safetensors.numpy import save_file
 
+from espalier_format.checkpoint import open_checkpoint
+from espalier_format.encoder.module import SampledErrors
 from espalier_format.errors import OutputExistsError, UsageError, WriteError
-from espalier_format.operations.quantize import quantize
+from espalier_format.operations.quantize import quantize_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
 SCRIPT = """
@@ -28,10 +33,10 @@ SCRIPT = """
     import espalier_format.quantize.encode as encode
     import espalier_format.quantize.measure as measure
     from espalier_format.errors import OutputExistsError
-    from espalier_format.operations.quantize import quantize
+    from espalier_format.operations.quantize import quantize_checkpoint
 
     encode.encode_module = quantize_cases.fake_encode_module
-    measure.sample_error = quantize_cases.fake_sample_error
+    measure.sample_errors = quantize_cases.fake_sample_errors
     source, folder, first, step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 
     EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
@@ -50,7 +55,7 @@ SCRIPT = """
 
             sys.addaudithook(watch)
             try:
-                quantize(source, out, preset_name="espalier", seed=5, **options)
+                quantize_checkpoint(source, out, preset_name="espalier", seed=5, **options)
             except OutputExistsError as error:
                 if "another process" in str(error):
                     os._exit(6)  # some kernels release the lock of a killed process a little later
@@ -147,16 +152,16 @@ class _Interrupting:
 
 @pytest.mark.usefixtures("fake_encoder")
 def test_only_what_is_missing_is_encoded(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = quantize(moe, tmp_path / "whole", preset_name="espalier")
+    whole = quantize_checkpoint(moe, tmp_path / "whole", preset_name="espalier")
     encoder = _Interrupting(5, KeyboardInterrupt())
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", encoder)
     with pytest.raises(KeyboardInterrupt):
-        quantize(moe, tmp_path / "out", preset_name="espalier")
+        quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier")
     assert not (tmp_path / "out" / "config.json").exists()
     again = _Interrupting(1000, KeyboardInterrupt())
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", again)
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", None)  # nothing is measured again
-    report = quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", None)  # nothing is measured again
+    report = quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", resume=True)
     assert report.resumed == 5
     assert len(again.encoded) == len(report.modules) - 5
     assert not set(again.encoded) & set(encoder.encoded)
@@ -166,26 +171,27 @@ def test_only_what_is_missing_is_encoded(moe: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.usefixtures("fake_encoder")
 def test_what_is_measured_is_not_measured_again(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantize(moe, tmp_path / "whole", preset_name="espalier")
+    quantize_checkpoint(moe, tmp_path / "whole", preset_name="espalier")
     measured: list[str] = []
 
-    def measure(weight: Any, codebook: Any, rotation: Any, *, name: str, **options: Any) -> float:
-        if len(measured) == 10:
+    def measure(*arguments: Any, name: str, **options: Any) -> SampledErrors:
+        if len(measured) == 3:
             raise KeyboardInterrupt
         measured.append(name)
-        return 4.0**-codebook.bits
+        return fake_sample_errors(*arguments)
 
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", measure)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", measure)
     with pytest.raises(KeyboardInterrupt):
-        quantize(moe, tmp_path / "out", preset_name="espalier")
-    first, measured[:] = set(measured[:9]), [""]  # three modules with three candidates each, and one of the fourth
+        quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier")
+    first, measured[:] = set(measured), []
     monkeypatch.setattr(
-        "espalier_format.quantize.measure.sample_error", lambda *a, **k: measured.append(k["name"]) or 4.0 ** -a[1].bits
+        "espalier_format.quantize.measure.sample_errors",
+        lambda *a, **k: measured.append(k["name"]) or fake_sample_errors(*a),
     )
-    quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", resume=True)
     assert len(first) == 3
     assert not first & set(measured)
-    assert len(set(measured)) == 1 + 12 - 3
+    assert len(measured) == len(set(measured)) == 12 - 3
     assert _content(tmp_path / "out") == _content(tmp_path / "whole")
 
 
@@ -195,12 +201,12 @@ def test_an_unfinished_output_is_not_taken_over_silently(
 ) -> None:
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        quantize(moe, tmp_path / "out", preset_name="espalier")
+        quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier")
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     with pytest.raises(OutputExistsError, match="--resume goes on with it, --force alone begins anew"):
-        quantize(moe, tmp_path / "out", preset_name="espalier")
+        quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier")
     assert (tmp_path / "out" / ".espalier-in-progress" / "work" / "results").is_dir()
-    assert quantize(moe, tmp_path / "out", preset_name="espalier", force=True).resumed == 0
+    assert quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", force=True).resumed == 0
 
 
 @pytest.mark.usefixtures("fake_encoder")
@@ -209,7 +215,7 @@ def test_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "s.json").write_text('{"*.0.*": 3}')
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        quantize(source, tmp_path / "out", preset_name="espalier")
+        quantize_checkpoint(source, tmp_path / "out", preset_name="espalier")
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     changes: list[tuple[str, dict[str, Any]]] = [
         ("another seed", {"seed": 1}),
@@ -219,24 +225,24 @@ def test_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
     for message, options in changes:
         with pytest.raises(UsageError, match=message):
-            quantize(source, tmp_path / "out", resume=True, **{"preset_name": "espalier", **options})
+            quantize_checkpoint(source, tmp_path / "out", resume=True, **{"preset_name": "espalier", **options})
     shard = source / "model.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(UsageError, match="another source"):
-        quantize(source, tmp_path / "out", resume=True, preset_name="espalier")
+        quantize_checkpoint(source, tmp_path / "out", resume=True, preset_name="espalier")
     data[-1] ^= 1
     # Nothing was lost by trying: the job itself can still go on once the source is what it was.
     state = json.loads((tmp_path / "out" / ".espalier-in-progress" / "work" / "job.json").read_text())
     shard.write_bytes(data)
     os.utime(shard, ns=(state["source"][0][2], state["source"][0][2]))
-    assert quantize(source, tmp_path / "out", resume=True, preset_name="espalier").resumed == 3
+    assert quantize_checkpoint(source, tmp_path / "out", resume=True, preset_name="espalier").resumed == 3
 
 
 @pytest.mark.usefixtures("fake_encoder")
 def test_a_full_disk_loses_nothing(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantize(moe, tmp_path / "whole", preset_name="espalier")
+    quantize_checkpoint(moe, tmp_path / "whole", preset_name="espalier")
     calls = [0]
     real = os.fsync
 
@@ -250,7 +256,7 @@ def test_a_full_disk_loses_nothing(moe: Path, tmp_path: Path, monkeypatch: pytes
     resumed = []
     for _ in range(100):
         try:
-            quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+            quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", resume=True)
             break
         except WriteError as error:
             assert "No space left" in str(error)  # noqa: PT017 - one of many attempts
@@ -260,17 +266,46 @@ def test_a_full_disk_loses_nothing(moe: Path, tmp_path: Path, monkeypatch: pytes
             calls[0] += 3
     monkeypatch.setattr(os, "fsync", real)
     if not (tmp_path / "out" / "config.json").exists():
-        quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+        quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", resume=True)
     assert resumed == sorted(resumed)
     assert _content(tmp_path / "out") == _content(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("fake_encoder")
+@pytest.mark.parametrize("finished", [0, 1])
+@pytest.mark.parametrize("what", ["results", "measurements.jsonl"])
+def test_the_message_of_a_full_disk_says_what_is_kept(
+    what: str, finished: int, moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measurements that are not on disk are lost, though the run that made them has them in memory."""
+    real, seen = os.fsync, list[int]()
+
+    def full(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if name.is_file() and what in name.parts:
+            seen.append(descriptor)
+            if len(seen) > finished:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr("espalier_format.quantize.state._SECONDS_PER_SYNC", 0.0)
+    given: dict[str, Any] = {"preset_name": "espalier"}
+    if what == "results":  # without any measurements, which would be kept
+        given = {"recipe": write_recipe(tmp_path, 'match = "*"\ncodebook = "e2m1@2"')}
+    with pytest.raises(WriteError, match="No space left on device; ") as caught:
+        quantize_checkpoint(moe, tmp_path / "out", **given)
+    assert ("what is finished is kept, and --resume" in str(caught.value)) is bool(finished)
+    assert ("what was written has been removed" in str(caught.value)) is not bool(finished)
+    assert (tmp_path / "out").exists() is bool(finished)
+
+
+@pytest.mark.usefixtures("fake_encoder")
 def test_a_spoilt_result_is_made_again(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantize(moe, tmp_path / "whole", preset_name="espalier")
+    quantize_checkpoint(moe, tmp_path / "whole", preset_name="espalier")
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(6, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        quantize(moe, tmp_path / "out", preset_name="espalier")
+        quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier")
     state = tmp_path / "out" / ".espalier-in-progress" / "work"
     results = sorted((state / "results").iterdir())
     data = bytearray(results[0].read_bytes())
@@ -282,29 +317,29 @@ def test_a_spoilt_result_is_made_again(moe: Path, tmp_path: Path, monkeypatch: p
     lines = (state / "measurements.jsonl").read_bytes()
     (state / "measurements.jsonl").write_bytes(lines[:-20])
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    report = quantize(moe, tmp_path / "out", preset_name="espalier", resume=True)
+    report = quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", resume=True)
     assert report.resumed == 3
     assert _content(tmp_path / "out") == _content(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("fake_encoder")
 def test_resume_without_anything_to_resume_begins(dense: Path, tmp_path: Path) -> None:
-    assert quantize(dense, tmp_path / "out", bits=2, resume=True).resumed == 0
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2, resume=True).resumed == 0
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
 
 
 @pytest.mark.usefixtures("fake_encoder")
 def test_an_old_output_stays_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = dense_draft().write(tmp_path / "m")
-    quantize(source, tmp_path / "out", bits=2)
+    quantize_checkpoint(source, tmp_path / "out", bits=2)
     before = _content(tmp_path / "out")
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        quantize(source, tmp_path / "out", bits=4, force=True)
+        quantize_checkpoint(source, tmp_path / "out", bits=4, force=True)
     assert _content(tmp_path / "out") == before
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    assert quantize(source, tmp_path / "out", bits=4, force=True, resume=True).resumed == 3
+    assert quantize_checkpoint(source, tmp_path / "out", bits=4, force=True, resume=True).resumed == 3
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
     assert _content(tmp_path / "out") != before
 
@@ -314,7 +349,7 @@ def unfinished(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fak
     """The workspace of an unfinished output of ``dense``."""
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(3, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        quantize(dense, tmp_path / "out", bits=2.5)
+        quantize_checkpoint(dense, tmp_path / "out", bits=2.5)
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     return tmp_path / "out" / ".espalier-in-progress" / "work"
 
@@ -340,7 +375,7 @@ def test_nothing_is_changed_through_a_link(
     place.symlink_to(elsewhere)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(OutputExistsError, match="is a link, and not ours; move it away"):
-        quantize(dense, tmp_path / "out", bits=2.5, resume=True)
+        quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert place.is_symlink()
     assert not (tmp_path / "nowhere").exists()
@@ -353,10 +388,10 @@ def test_a_folder_among_the_results_is_refused(name: str, unfinished: Path, dens
     place.mkdir()
     (place / "data").write_text("theirs")
     with pytest.raises(OutputExistsError, match=f"{name}: is a folder, and not ours; move it away$"):
-        quantize(dense, tmp_path / "out", bits=2.5, resume=True)
+        quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True)
     assert (place / "data").read_text() == "theirs"
     place.rename(tmp_path / "away")
-    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed >= 2
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True).resumed >= 2
 
 
 def test_a_result_behind_a_link_is_made_again(unfinished: Path, dense: Path, tmp_path: Path) -> None:
@@ -364,7 +399,7 @@ def test_a_result_behind_a_link_is_made_again(unfinished: Path, dense: Path, tmp
     results[0].rename(tmp_path / "elsewhere")
     results[0].symlink_to(tmp_path / "elsewhere")
     data = (tmp_path / "elsewhere").read_bytes()
-    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed == len(results) - 1
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True).resumed == len(results) - 1
     assert (tmp_path / "elsewhere").read_bytes() == data
 
 
@@ -375,9 +410,9 @@ def test_state_of_another_form_is_not_taken_over(line: str, unfinished: Path, de
     job = (unfinished / "job.json").read_bytes()
     (unfinished / "job.json").write_text("[" * 100_000)
     with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
-        quantize(dense, tmp_path / "out", bits=2.5, resume=True)
+        quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True)
     (unfinished / "job.json").write_bytes(job)
-    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 3
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 3
 
 
 @pytest.mark.parametrize("report", ["[" * 20_000, "[]", None])
@@ -394,4 +429,50 @@ def test_a_result_with_a_report_of_another_form_is_made_again(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
-    assert quantize(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 2
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 2
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_other_codebooks_of_the_source_are_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an Espalier source config.json alone says how the trellis is decoded; the shards stay what they are."""
+    names = [f"model.layers.{number}.mlp.up_proj" for number in range(3)]
+    draft = espalier_draft([Module(name, 64, 64, "exl3-mcg@2", (0, 0)) for name in names], ())
+    source = draft.write(tmp_path / "m")
+    recipe = write_recipe(tmp_path, 'match = "*.up_proj"\ncodebook = "e2m1@1"')
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "out", recipe=recipe)
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    before = (source / "config.json").read_text()
+    other = json.loads(before.replace("exl3-mcg@2", "exl3-mul1@2"))
+    other["quantization_config"]["codebooks"] = {"exl3-mul1@2": codebook_constants("exl3-mul1@2")}
+    (source / "config.json").write_text(json.dumps(other))
+    with open_checkpoint(source) as checkpoint:
+        assert checkpoint.modules[names[0]].codebook.name == "exl3-mul1@2"
+    with pytest.raises(UsageError, match="another quantization_config"):
+        quantize_checkpoint(source, tmp_path / "out", recipe=recipe, resume=True)
+    unrelated = json.loads(before)
+    unrelated["quantization_config"]["producer"] = {"name": "somebody", "version": "2"}
+    (source / "config.json").write_text(json.dumps(unrelated))
+    assert quantize_checkpoint(source, tmp_path / "out", recipe=recipe, resume=True).resumed == 2
+
+
+@pytest.mark.usefixtures("fake_encoder")
+def test_other_hessians_are_another_job(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are used, whatever else lies there."""
+    folder = tmp_path / "hessians"
+    folder.mkdir()
+    used = folder / "model.layers.0.mlp.up_proj.safetensors"
+    save_file({"hessian": np.eye(64, dtype=np.float32), "count": np.array(1)}, used)
+    (folder / "gone").symlink_to("nowhere")
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", _Interrupting(2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(dense, tmp_path / "out", bits=2, hessians=folder)
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    (folder / "notes.txt").write_text("unrelated")
+    stamp = used.stat().st_mtime_ns
+    os.utime(used, ns=(stamp, stamp + 1))
+    with pytest.raises(UsageError, match="another set of Hessians"):
+        quantize_checkpoint(dense, tmp_path / "out", bits=2, hessians=folder, resume=True)
+    os.utime(used, ns=(stamp, stamp))
+    assert quantize_checkpoint(dense, tmp_path / "out", bits=2, hessians=folder, resume=True).resumed == 2

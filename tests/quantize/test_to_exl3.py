@@ -16,17 +16,18 @@ from builders import (
     Bank,
     Exl3Module,
     Module,
+    bf16,
     espalier_draft,
     exl3_draft,
     llama_config,
     read_safetensors,
 )
-from quantize_cases import dense_draft, matrix, moe_draft, moe_tensors, stored_tensors, widened, write_recipe
+from quantize_cases import dense_draft, matrix, moe_draft, moe_tensors, stored_tensors, values, widened, write_recipe
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.errors import EspalierError, LossyError, SourceError, UsageError
-from espalier_format.operations.convert import convert
-from espalier_format.operations.quantize import quantize
+from espalier_format.operations.convert import convert_checkpoint
+from espalier_format.operations.quantize import quantize_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fake_encoder")
@@ -40,7 +41,7 @@ def test_the_files_are_those_of_exl3(tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path, 'match = "*_proj"\ncodebook = "exl3-mul1@2.5"', 'match = "lm_head"\ncodebook = "exl3-3inst@6"'
     )
-    report = quantize(draft.write(tmp_path / "m"), out, recipe=recipe, to="exl3")
+    report = quantize_checkpoint(draft.write(tmp_path / "m"), out, recipe=recipe, to="exl3")
     assert report.target_format == "exl3"
     assert verify_checkpoint(out, deep=True).exit_code == 0
     first, metadata = read_safetensors(out / "model-00001-of-00002.safetensors")
@@ -68,7 +69,7 @@ def test_the_files_are_those_of_exl3(tmp_path: Path) -> None:
     with open_checkpoint(out) as made:
         assert made.modules[layer].codebook.name == "exl3-mul1@2.5"
         # Converted to Espalier, it is the same checkpoint.
-        convert(out, tmp_path / "esp", to="espalier")
+        convert_checkpoint(out, tmp_path / "esp", to="espalier")
         with open_checkpoint(tmp_path / "esp") as converted:
             for name in made.modules:
                 assert np.array_equal(made.decode(name), converted.decode(name))
@@ -78,7 +79,7 @@ def test_all_experts_of_a_projection_get_one_width_and_gate_and_up_the_same(tmp_
     draft = moe_draft(experts=4, hidden=128, width=128)
     assert draft.config is not None
     draft.config["text_config"]["hidden_size"] = 128
-    report = quantize(draft.write(tmp_path / "m"), tmp_path / "out", bits=3.35, to="exl3")
+    report = quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", bits=3.35, to="exl3")
     assert abs(report.bits - 3.35) <= 0.005  # padding counts, other than in what EXL3's own config states
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
     with open_checkpoint(tmp_path / "out") as made:
@@ -99,7 +100,7 @@ def test_all_experts_of_a_projection_get_one_width_and_gate_and_up_the_same(tmp_
 
 def test_sizes_that_exllamav3_cannot_run_are_warned_about(tmp_path: Path) -> None:
     source = dense_draft(hidden=64, config={"hidden_size": 576, "intermediate_size": 60_000})
-    report = quantize(source.write(tmp_path / "m"), tmp_path / "out", bits=12.8, to="exl3")
+    report = quantize_checkpoint(source.write(tmp_path / "m"), tmp_path / "out", bits=12.8, to="exl3")
     assert any("hidden size 576 is no multiple of 128" in line for line in report.warnings)
     assert any("60000 wide" in line for line in report.warnings)
 
@@ -109,7 +110,7 @@ def test_experts_that_are_kept_among_others_are_warned_about(tmp_path: Path) -> 
     recipe = write_recipe(
         tmp_path, f'match = "{BANK}.1.*"\nkeep = true', f'match = "{BANK}.*"\ncodebook = "exl3-mul1@2"'
     )
-    report = quantize(source, tmp_path / "out", recipe=recipe, to="exl3")
+    report = quantize_checkpoint(source, tmp_path / "out", recipe=recipe, to="exl3")
     assert any("exllamav3 may not load that" in line for line in report.warnings)
 
 
@@ -120,14 +121,14 @@ def test_espalier_becomes_exl3_by_encoding_again(tmp_path: Path) -> None:
     )
     source = espalier_draft(modules, (), config=llama_config(hidden=96, intermediate=200)).write(tmp_path / "m")
     with pytest.raises(LossyError, match="the module is kept, but EXL3 cannot hold e2m1@2"):
-        quantize(
+        quantize_checkpoint(
             source,
             tmp_path / "out",
             to="exl3",
             recipe=write_recipe(tmp_path, 'match = "*.down_proj"\ncodebook = "exl3-mcg@2"'),
         )
     recipe = write_recipe(tmp_path, 'match = "*.up_proj"\ncodebook = "exl3-mul1@2"')
-    quantize(source, tmp_path / "out", to="exl3", recipe=recipe)
+    quantize_checkpoint(source, tmp_path / "out", to="exl3", recipe=recipe)
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
     with open_checkpoint(source) as old, open_checkpoint(tmp_path / "out") as new:
         name = "model.layers.0.mlp.down_proj"
@@ -145,7 +146,7 @@ def test_exl3_is_encoded_again_to_exl3(tmp_path: Path) -> None:
     ]
     source = exl3_draft(modules, config=llama_config(hidden=96, intermediate=200)).write(tmp_path / "m")
     recipe = write_recipe(tmp_path, 'match = "*.up_proj"\ncodebook = "exl3-mul1@2"')
-    quantize(source, tmp_path / "out", to="exl3", recipe=recipe)
+    quantize_checkpoint(source, tmp_path / "out", to="exl3", recipe=recipe)
     before, after = stored_tensors(source), stored_tensors(tmp_path / "out")
     assert {name: t for name, t in after.items() if "up_proj" not in name} == {
         name: t for name, t in before.items() if "up_proj" not in name
@@ -158,8 +159,8 @@ def test_what_was_encoded_anew_from_exl3_converts_to_exl3_with_a_block_of_its_ow
     modules = [Exl3Module("model.layers.0.mlp.up_proj", 128, 256, 4, "mcg"), Exl3Module("lm_head", 128, 90, 6, "mcg")]
     source = exl3_draft(modules, config=llama_config(hidden=128, intermediate=256)).write(tmp_path / "m")
     recipe = write_recipe(tmp_path, 'match = "*.up_proj"\ncodebook = "exl3-mul1@2"\nrotation = 128')
-    quantize(source, tmp_path / "esp", recipe=recipe)
-    convert(tmp_path / "esp", tmp_path / "out", to="exl3")
+    quantize_checkpoint(source, tmp_path / "esp", recipe=recipe)
+    convert_checkpoint(tmp_path / "esp", tmp_path / "out", to="exl3")
     block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert block["bits"] == 2.0
     assert block["producer"]["name"] == "espalier-format"
@@ -180,6 +181,12 @@ CASES: list[tuple[type[EspalierError], str, str, dict[str, Any]]] = [
         'match = "*_proj"\ncodebook = "exl3-mcg@2"',
         {"model_type": "mistral4"},
     ),
+    (
+        SourceError,
+        "a scale in the weights of laguna",
+        'match = "*_proj"\ncodebook = "exl3-mcg@2"',
+        {"llm_config": {"model_type": "laguna"}},
+    ),
 ]
 
 
@@ -190,22 +197,54 @@ def test_what_exl3_cannot_hold_is_refused(
     draft = dense_draft(config=config)
     draft["model.layers.0.mlp.experts.0.up_proj.weight"] = matrix("e", 32, 64)
     with pytest.raises(kind, match=message):
-        quantize(draft.write(tmp_path / "m"), tmp_path / "out", to="exl3", recipe=write_recipe(tmp_path, rule))
+        quantize_checkpoint(
+            draft.write(tmp_path / "m"), tmp_path / "out", to="exl3", recipe=write_recipe(tmp_path, rule)
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_presets_are_for_grids(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="presets use grid codebooks"):
-        quantize(dense, tmp_path / "out", preset_name="espalier", to="exl3")
+        quantize_checkpoint(dense, tmp_path / "out", preset_name="espalier", to="exl3")
 
 
 def test_experts_of_espalier_banks_share_a_width_in_exl3(tmp_path: Path) -> None:
     bank = Bank("model.layers.0.mlp.experts", {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)})
     source = espalier_draft((), (bank,)).write(tmp_path / "m")
-    quantize(
+    quantize_checkpoint(
         source,
         tmp_path / "out",
         to="exl3",
         recipe=write_recipe(tmp_path, 'component = "experts"\ncodebook = "exl3-mul1@1.5"'),
     )
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
+
+
+def test_biases_beside_tied_and_fused_weights_are_padded(tmp_path: Path) -> None:
+    """They are biases of the modules that are made of them; an EXL3 reader takes the padded size only."""
+    tied = dense_draft(hidden=128, tied=True)
+    tied["lm_head.bias"] = bf16(values("bias", (50,)))
+    experts = moe_draft()
+    experts[f"{BANK}.2.gate_proj.bias"] = bf16(values("bias", (32,)))
+    for number, (draft, module) in enumerate(((tied, "lm_head"), (experts, f"{BANK}.2.gate_proj"))):
+        out = tmp_path / f"out{number}"
+        recipe = write_recipe(
+            tmp_path, f'match = ["{module}", "{BANK if number else "*"}.*"]\ncodebook = "exl3-mul1@2"'
+        )
+        quantize_checkpoint(draft.write(tmp_path / f"m{number}"), out, recipe=recipe, to="exl3")
+        assert verify_checkpoint(out, deep=True).exit_code == 0
+        expected = widened(draft[f"{module}.bias"])
+        with open_checkpoint(out) as made:
+            bias = made.modules[module].bias
+            assert bias is not None
+            assert bias.shape == (128,)
+            assert np.array_equal(bias.array(), np.pad(expected, (0, 128 - len(expected))))
+
+
+def test_absurd_numbers_of_heads_divide_nothing(tmp_path: Path) -> None:
+    draft = dense_draft(config={"num_attention_heads": 10**4000, "head_dim": 10**4000, "num_key_value_heads": 3})
+    fused = "model.layers.1.self_attn.qkv_proj"
+    draft[f"{fused}.weight"] = matrix("qkv", 192, 64)
+    recipe = write_recipe(tmp_path, f'match = "{fused}"\ncodebook = "exl3-mul1@2"')
+    report = quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe, to="exl3")
+    assert [module.name for module in report.modules] == [fused]

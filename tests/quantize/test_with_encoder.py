@@ -21,9 +21,9 @@ from espalier_format.checkpoint import open_checkpoint
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.container.planned_tensor import PlannedTensor
 from espalier_format.container.writer import CheckpointWriter
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.operations.inspect import inspect_checkpoint
-from espalier_format.operations.quantize import quantize
+from espalier_format.operations.quantize import quantize_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="the numpy back end is too slow for this")
@@ -71,7 +71,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         'match = ["*.shared_expert.*", "*.in_proj_qkv"]\ncodebook = "int6@4"',
         'match = "lm_head"\ncodebook = "int8@6"',
     )
-    quantize(source, folder / "out", recipe=recipe, threads=2, report=folder / "report.json")
+    quantize_checkpoint(source, folder / "out", recipe=recipe, threads=2, report=folder / "report.json")
     return source, folder
 
 
@@ -114,7 +114,7 @@ def test_it_is_verified_and_inspected(quantized: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("threads", [1])
 def test_threads_do_not_change_the_result(threads: int, quantized: tuple[Path, Path], tmp_path: Path) -> None:
     source, folder = quantized
-    quantize(source, tmp_path / "out", recipe=folder / "recipe.toml", threads=threads)
+    quantize_checkpoint(source, tmp_path / "out", recipe=folder / "recipe.toml", threads=threads)
     for path in (folder / "out").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -126,7 +126,7 @@ def test_the_numpy_back_end_gives_the_same(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, 'match = "*.down_proj"\ncodebook = "e2m1@2"\nrotation = 0')
     source = draft.write(tmp_path / "m")
     for backend in ("numpy", "auto"):
-        quantize(source, tmp_path / backend, recipe=recipe, backend=backend)
+        quantize_checkpoint(source, tmp_path / backend, recipe=recipe, backend=backend)
     shard = "model-00001-of-00002.safetensors"
     assert (tmp_path / "numpy" / shard).read_bytes() == (tmp_path / "auto" / shard).read_bytes()
 
@@ -148,8 +148,8 @@ def test_hessians_lower_the_error_that_they_weigh(tmp_path: Path) -> None:
         ]
         writer.add_shard(f"{name}.safetensors", tensors)
         writer.finish()
-    plain = quantize(source, tmp_path / "plain", recipe=recipe)
-    aware = quantize(source, tmp_path / "aware", recipe=recipe, hessians=folder)
+    plain = quantize_checkpoint(source, tmp_path / "plain", recipe=recipe)
+    aware = quantize_checkpoint(source, tmp_path / "aware", recipe=recipe, hessians=folder)
     assert any("no Hessian of model.layers.0.mlp.gate_proj" in line for line in aware.warnings)
 
     def loss(out: str) -> float:
@@ -177,9 +177,9 @@ def test_transformers_loads_what_comes_back(family: Family, options: dict[str, A
 
     save_model(family, tmp_path / "m")
     recipe = None if options else write_recipe(tmp_path, 'match = "*"\ncodebook = "int6@4"')
-    quantize(tmp_path / "m", tmp_path / "out", recipe=recipe, **options)
+    quantize_checkpoint(tmp_path / "m", tmp_path / "out", recipe=recipe, **options)
     assert verify_checkpoint(tmp_path / "out", deep=True).exit_code == 0
-    convert(tmp_path / "out", tmp_path / "hf", to="hf")
+    convert_checkpoint(tmp_path / "out", tmp_path / "hf", to="hf")
     auto = getattr(transformers, family.auto)
     before = auto.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)
     after, loading = auto.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16, output_loading_info=True)
