@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import Final, Self
 
+from espalier_format.container.names import SHARD_SUFFIX
 from espalier_format.errors import UsageError
 
 SCHEME: Final = "hf://"
@@ -78,7 +79,7 @@ def locate(source: str | Path) -> Path | HubAddress:
     if source.startswith(SCHEME):
         return HubAddress.parse(source)
     path = Path(source)
-    if os.path.lexists(path) or source.startswith(("/", ".", "~")) or source.endswith(("/", ".safetensors")):
+    if os.path.lexists(path) or source.startswith(("/", ".", "~")) or source.endswith(("/", SHARD_SUFFIX)):
         return path
     match = _WITH_OWNER.fullmatch(source)
     return path if match is None else HubAddress(match[1], match[2])

@@ -21,6 +21,7 @@ from espalier_format.hub.library import (
     enable_progress_bars,
     get_session,
 )
+from espalier_format.hub.process_wide import PROCESS_WIDE
 from espalier_format.hub.repository import read_repository
 from espalier_format.hub.upload_plan import CommitLimits, is_same
 
@@ -164,7 +165,8 @@ def _supervised(client: HubClient) -> Iterator[list[str]]:
     """Let huggingface_hub work, and collect its warnings.
 
     Secrets are kept out of its log, progress bars off what is no terminal, and a pause that a server asks for is given
-    up where it is longer than ``client`` waits: huggingface_hub itself would sleep for any time.
+    up where it is longer than ``client`` waits: huggingface_hub itself would sleep for any time. All of that is the
+    whole process's: several threads take turns.
     """
     quiet = not sys.stderr.isatty() and not are_progress_bars_disabled()
     found: list[str] = []
@@ -176,7 +178,7 @@ def _supervised(client: HubClient) -> Iterator[list[str]]:
 
     handlers = logging.getLogger("huggingface_hub").handlers
     hooks = get_session().event_hooks
-    with warnings.catch_warnings(record=True) as caught:
+    with PROCESS_WIDE, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for handler in handlers:
             handler.addFilter(_without_secrets)

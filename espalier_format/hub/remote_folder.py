@@ -6,7 +6,7 @@ import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, BinaryIO, Final, NoReturn, cast
 
-from espalier_format.container.folder import SHARD_SUFFIX, CheckpointFolder
+from espalier_format.container.folder import CheckpointFolder, is_shard_name
 from espalier_format.container.header import TensorInfo, read_header
 from espalier_format.container.json_document import parse_json
 from espalier_format.container.shard import CHUNK_BYTES, Shard
@@ -52,9 +52,7 @@ class RemoteFolder(CheckpointFolder):
 
     def shard_names(self) -> list[str]:
         """Return the names of everything called *.safetensors at the top level, sorted."""
-        return [
-            name for name in self.repository.files if name.endswith(SHARD_SUFFIX) and "/" not in name and name[0] != "."
-        ]
+        return [name for name in self.repository.files if is_shard_name(name)]
 
     def has(self, name: str) -> bool:
         """Tell whether the repository has a file of that name."""

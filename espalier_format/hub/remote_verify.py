@@ -50,7 +50,7 @@ def verify_remote(
             checks.append(check_bits(checkpoint))
             if checkpoint.format == "compressed-tensors":
                 found = find_contradictions(checkpoint)
-                checks.append(judged("groups", found.checked, list(found.findings)))
+                checks.append(found.check())
                 warnings = (*warnings, *found.warnings)
     except (HubError, UnreachableError):
         raise

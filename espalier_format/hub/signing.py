@@ -2,6 +2,8 @@
 
 The signature covers ``espalier_manifest.json``, and the manifest the size and SHA-256 of every other file: a good
 signature over a manifest that all files agree with proves the whole checkpoint (spec/manifest.md).
+
+While it signs or checks, what any thread of the process prints is lost; several threads take turns.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from espalier_format.container.json_document import parse_json
 from espalier_format.container.names import MANIFEST_NAME, SIGNATURE_NAME
 from espalier_format.container.regular_file import read_regular
 from espalier_format.errors import DependencyError, EspalierError, SignatureError, UsageError, WriteError
+from espalier_format.hub.process_wide import PROCESS_WIDE
 from espalier_format.limits import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
@@ -135,7 +138,7 @@ def _hashing(model_signing: Any) -> Any:
 
 def _model_signing() -> Any:
     try:
-        with warnings.catch_warnings():
+        with PROCESS_WIDE, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import model_signing.signing  # noqa: PLC0415 - an optional dependency
             import model_signing.verifying  # noqa: PLC0415
@@ -155,8 +158,11 @@ def _read_all(paths: tuple[Path | None, ...]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the deprecation warnings and prints of model-signing and what it uses away from our output."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    """Keep the deprecation warnings and prints of model-signing and what it uses away from our output.
+
+    Warnings and standard output are the whole process's: one thread at a time, and others had better not print.
+    """
+    with PROCESS_WIDE, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 from espalier_format.container.atomic_file import replace_file
@@ -29,6 +30,7 @@ from espalier_format.schema.manifest import parse_manifest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from espalier_format.hub.upload_plan import UploadPlan
     from espalier_format.progress import Progress
     from espalier_format.schema.manifest import Manifest
 
@@ -65,8 +67,9 @@ def upload_checkpoint(
     """Publish the checkpoint folder ``path`` as the model repository ``repo_id``, and verify it there.
 
     The folder is verified first; a finding stops everything, and the report says what it is. A folder without a
-    manifest gets one, README.md is written or refreshed (``write_card``), in the folder too. The repository is
-    made if there is none. Running it again sends only what is missing, and commits nothing if nothing changed.
+    manifest gets one, README.md is written or refreshed (``write_card``), in the folder too. Repository and branch
+    are made where there is none, after everything that can be refused.
+    Running it again sends only what is missing, and commits nothing if nothing changed.
 
     Raises:
         UsageError: the folder cannot be published, or files that only the repository has would be in the way.
@@ -90,11 +93,18 @@ def upload_checkpoint(
     local = verify_checkpoint(path, progress=progress)
     if local.findings:
         return UploadReport(str(path), address, local)
+    # All that may be refused comes before anything is made on the Hub.
+    found = _find(hub, address)
+    if chosen.private and found is not None and not found.private:
+        raise UsageError(f"{address.repo_id} is there already, and public; --private is for a new repository")
     manifest = read_manifest(folder) or _write_manifest(folder)
-    repository, created = _prepare(hub, address, chosen)
+    repository = RemoteRepository(address, "", chosen.private, MappingProxyType({})) if found is None else found
     warnings = _write_card(folder, manifest, hub, repository, chosen)
-    published = _published_names(hub, repository)
-    plan = plan_upload(folder, manifest, repository.files, published, prune=chosen.prune)
+    plan = _plan(folder, manifest, hub, repository, chosen)
+    if found is None or found.address != address:
+        _make(hub, address, chosen, repository_too=found is None)
+        repository = read_repository(hub, address)
+        plan = _plan(folder, manifest, hub, repository, chosen)
     if plan.empty:
         done = Published(repository.commit, address.revision or DEFAULT_BRANCH)
     else:
@@ -106,7 +116,7 @@ def upload_checkpoint(
         address=address,
         local=local,
         remote=verify_remote(replace(address, revision=done.commit), client=hub),
-        created=created,
+        created=found is None,
         commit=done.commit,
         revision=done.revision,
         pull_request=done.pull_request,
@@ -127,21 +137,37 @@ def _write_manifest(folder: CheckpointFolder) -> Manifest:
     return manifest
 
 
-def _prepare(client: HubClient, address: HubAddress, options: UploadOptions) -> tuple[RemoteRepository, bool]:
-    """Return the repository at the branch to commit to; both are made where they are missing."""
+def _find(client: HubClient, address: HubAddress) -> RemoteRepository | None:
+    """Return the repository as it is at ``address``, or at main, where a new branch begins; None if there is none."""
     api = client.api()
-    root = replace(address, revision=None).root
-    created = not client.patiently(root, lambda: api.repo_exists(address.repo_id))
-    if created:
+    main = replace(address, revision=None)
+    if not client.patiently(main.root, lambda: api.repo_exists(address.repo_id)):
+        return None
+    branch = address.revision
+    has_branch = branch is None or client.patiently(main.root, lambda: api.revision_exists(address.repo_id, branch))
+    return read_repository(client, address if has_branch else main)
+
+
+def _make(client: HubClient, address: HubAddress, options: UploadOptions, *, repository_too: bool) -> None:
+    """Make the branch that ``address`` names, if it is not main, and the repository before it."""
+    api = client.api()
+    root, branch = replace(address, revision=None).root, address.revision
+    if repository_too:
         private = True if options.private else None  # None leaves it to what the owner has set as a default
         client.patiently(root, lambda: api.create_repo(address.repo_id, private=private, exist_ok=True))
-    branch = address.revision
-    if branch is not None and not client.patiently(root, lambda: api.revision_exists(address.repo_id, branch)):
+    if branch is not None:
         client.patiently(root, lambda: api.create_branch(address.repo_id, branch=branch, exist_ok=True))
-    repository = read_repository(client, address)
-    if options.private and not repository.private:
-        raise UsageError(f"{address.repo_id} is there already, and public; --private is for a new repository")
-    return repository, created
+
+
+def _plan(
+    folder: CheckpointFolder,
+    manifest: Manifest,
+    client: HubClient,
+    repository: RemoteRepository,
+    options: UploadOptions,
+) -> UploadPlan:
+    published = _published_names(client, repository)
+    return plan_upload(folder, manifest, repository.files, published, prune=options.prune)
 
 
 def _write_card(

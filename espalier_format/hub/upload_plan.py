@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from espalier_format.container.folder import SHARD_SUFFIX
+from espalier_format.container.folder import is_shard_name
 from espalier_format.container.hashing import hash_file
 from espalier_format.container.index import INDEX_NAME
 from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, SIGNATURE_NAME
@@ -103,7 +103,7 @@ def plan_upload(
         and not any(part[0] == "." for part in name.split("/")[:-1])
     ]
     ours = {*published, INDEX_NAME, SIGNATURE_NAME, MANIFEST_NAME}
-    foreign = [name for name in gone if name not in ours and not (name.endswith(SHARD_SUFFIX) and "/" not in name)]
+    foreign = [name for name in gone if name not in ours and not is_shard_name(name)]
     if foreign and not prune:
         more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         raise UsageError(

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 from espalier_format.hub.client import HubClient
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def client(hub: HubServer) -> HubClient:
 def made(llama_exl3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Llama fixture as an Espalier checkpoint with decode digests; not to be changed."""
     folder = tmp_path_factory.mktemp("hub") / "llama-espalier"
-    convert(llama_exl3, folder, to="espalier", digests=True)
+    convert_checkpoint(llama_exl3, folder, to="espalier", digests=True)
     return folder
 
 

@@ -15,7 +15,7 @@ import pytest
 from hub.hub_server import SIGNED_QUERY, TOKEN, Fault, Handler, HubServer, after_done, folder_files, hang_up, status
 from huggingface_hub import snapshot_download
 
-from espalier_format.errors import HubError, SourceError, UnreachableError, UsageError
+from espalier_format.errors import HubError, SchemaError, SourceError, UnreachableError, UsageError
 from espalier_format.hub.client import HubClient
 from espalier_format.hub.upload import UploadOptions, upload_checkpoint
 from espalier_format.hub.upload_plan import CommitLimits
@@ -66,6 +66,28 @@ def test_private(hub: HubServer, client: HubClient, espalier: Path) -> None:
     hub.repos[NAME].private = False
     with pytest.raises(UsageError, match="is there already, and public"):
         publish(espalier, client, private=True)
+
+
+def test_nothing_is_made_on_the_hub_before_a_refusal(hub: HubServer, client: HubClient, espalier: Path) -> None:
+    """Neither a branch nor a repository is left behind, whatever the reason."""
+    hub.add(NAME, {"chart.png": b"x"})
+    for options, reason in (({"private": True}, "and public"), ({}, "--prune")):
+        with pytest.raises(UsageError, match=reason):
+            publish(espalier, client, revision="v1", **options)
+        assert list(hub.repos[NAME].branches) == ["main"]
+    (espalier / "README.md").write_text("---\nlicense: [\n---\n", encoding="utf-8")
+    with pytest.raises(SchemaError):
+        upload_checkpoint(espalier, "org/new", client=client)
+    assert "org/new" not in hub.repos
+    assert hub.of("POST", "") == []
+
+
+def test_a_new_branch_of_a_new_repository(hub: HubServer, client: HubClient, espalier: Path) -> None:
+    report = publish(espalier, client, revision="v1", private=True)
+    repo = hub.repos[NAME]
+    assert (report.exit_code, report.created, report.revision, repo.private) == (0, True, "v1", True)
+    assert without_attributes(repo.head()) == {}
+    assert without_attributes(repo.head("v1")) == folder_files(espalier)
 
 
 def test_again_changes_nothing(hub: HubServer, client: HubClient, espalier: Path) -> None:
