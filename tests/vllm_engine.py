@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 PROMPTS = ((1, 5, 9, 33), (7, 8), (101, 3, 77, 12, 12, 60, 4))
 STEPS = 8
@@ -75,7 +75,7 @@ def reference(folder: Path, decoded: Path, dtype: str = "fp32") -> list[Answer]:
     import torch
     import transformers
 
-    convert(folder, decoded, to="hf", dtype=dtype)
+    convert_checkpoint(folder, decoded, to="hf", dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32)
     answers = []
     for prompt in PROMPTS:

@@ -57,6 +57,24 @@ def checkpoint(
     return draft
 
 
+def with_plain_bank(draft: Draft, bank: str) -> Draft:
+    """Return a copy in which all experts of a bank are plain, with random weights."""
+    changed = copy.deepcopy(draft)
+    stated = changed.block["expert_banks"].pop(bank)
+    for name in [name for name in changed.names() if name.startswith(f"{bank}.")]:
+        del changed[name]
+    random = np.random.default_rng(0)
+    for expert in range(stated["num_experts"]):
+        for projection, each in stated["projections"].items():
+            shape = each["out_features"], each["in_features"]
+            changed[f"{bank}.{expert}.{projection}.weight"] = bf16(random.standard_normal(shape) * shape[1] ** -0.5)
+    used = {module["codebook"] for module in changed.block["modules"].values()}
+    for other in changed.block["expert_banks"].values():
+        used.update(*(each["codebooks"] for each in other["projections"].values()))
+    changed.block["codebooks"] = {name: each for name, each in changed.block["codebooks"].items() if name in used}
+    return changed
+
+
 def without(draft: Draft, *names: str) -> Draft:
     """Return a copy without these tensors, which its index does not name either."""
     spoiled = copy.deepcopy(draft)

@@ -9,9 +9,9 @@ A checkpoint to try it with, made from the one that comes with the package:
 >>> from importlib.resources import files
 >>> from pathlib import Path
 >>> from tempfile import mkdtemp
->>> from espalier_format.operations.convert import convert
+>>> from espalier_format.operations.convert import convert_checkpoint
 >>> folder = Path(mkdtemp()) / "llama"
->>> report = convert(str(files("espalier_format") / "demo_data" / "llama-3.0-mcg"), folder, to="espalier")
+>>> report = convert_checkpoint(str(files("espalier_format") / "demo_data" / "llama-3.0-mcg"), folder, to="espalier")
 
 >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16")
 >>> prompt = torch.tensor([[1, 2, 3]])
@@ -33,6 +33,8 @@ What it does:
   missing, left over or of another size raises one of `espalier_format.errors`, and there is no model.
 - The result is that of the decoded model (``convert --to hf``) in the same dtype, but for rounding: against the exact
   result its error is at most twice as large. In float32 the two agree to about a millionth.
+- EXL3 checkpoints, of which transformers would only warn and then run random weights, are refused, unless another
+  package, such as exllamav3, has registered that it loads them.
 - ``device_map`` and ``.to("cuda")`` move the compressed weights; casting never touches them. Offloading leaves them in
   memory, since they are buffers, unless ``offload_buffers`` is given. Experts are not offloaded.
 
@@ -56,6 +58,7 @@ except ImportError as error:
     raise DependencyError(f"needs transformers 5.17 or newer, and torch: {error}") from error
 
 from espalier_format.runtimes.transformers.config import EspalierConfig
+from espalier_format.runtimes.transformers.exl3 import refuse_exl3
 from espalier_format.runtimes.transformers.experts import QuantizedExperts
 from espalier_format.runtimes.transformers.linear import QuantizedLinear
 from espalier_format.runtimes.transformers.loader import load
@@ -71,6 +74,7 @@ def _register() -> None:
     AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
     register_quantization_config(QUANT_METHOD)(EspalierConfig)
     register_quantizer(QUANT_METHOD)(EspalierQuantizer)
+    refuse_exl3()
 
 
 _register()

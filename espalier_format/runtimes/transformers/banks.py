@@ -12,13 +12,13 @@ from espalier_format.checkpoint.module import expect_scales
 from espalier_format.errors import DuplicateTensorError, MissingTensorError, ShapeError, SourceError
 from espalier_format.kernels.expert_bank import ExpertBankOperand
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS
+from espalier_format.kernels.torch_dtypes import OUTPUT_DTYPES
 from espalier_format.runtimes.transformers.experts import BankPlan, QuantizedExperts
 from espalier_format.runtimes.transformers.sizes import check_sizes
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.checkpoint.tensors import TensorRef
-    from espalier_format.codec.rounding import OutputDtype
     from espalier_format.schema.expert_bank import ExpertBank
 
 EXPERT_CLASSES: Final = frozenset(
@@ -43,12 +43,6 @@ _FUSED: Final = {
     "down_proj": ("down_proj", 0, 1),
 }
 """Projection → the tensor that holds it for all experts, which part of its outputs, and of how many."""
-
-_NAMES: Final[dict[torch.dtype, OutputDtype]] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 
 
 def bank_module(checkpoint: Checkpoint, name: str, bank: ExpertBank, module: nn.Module) -> QuantizedExperts:
@@ -187,9 +181,9 @@ class _Plain:
         """Return a weight, (out, in)."""
         tensor, transposed = self.source(projection, expert, sizes)
         if len(tensor.shape) == 2:
-            return self._checkpoint.decode(tensor.name, _NAMES[dtype], device="cpu")
+            return self._checkpoint.decode(tensor.name, OUTPUT_DTYPES[dtype], device="cpu")
         if tensor.name not in self._decoded:
-            self._decoded[tensor.name] = self._checkpoint.decode(tensor.name, _NAMES[dtype], device="cpu")
+            self._decoded[tensor.name] = self._checkpoint.decode(tensor.name, OUTPUT_DTYPES[dtype], device="cpu")
         _, part, _ = _FUSED[projection]
         page = self._decoded[tensor.name][expert]
         rows = (page.T if transposed else page)[part * sizes[1] : (part + 1) * sizes[1]]

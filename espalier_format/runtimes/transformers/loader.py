@@ -11,6 +11,7 @@ from espalier_format.checkpoint import open_checkpoint
 from espalier_format.checkpoint.files import read_config
 from espalier_format.container.folder import CheckpointFolder
 from espalier_format.errors import MissingTensorError, ShapeError, SourceError, UnexpectedTensorError, UsageError
+from espalier_format.runtimes.transformers.exl3 import not_espalier
 from espalier_format.runtimes.transformers.quantizer import EspalierQuantizer
 from espalier_format.schema.config import QUANT_METHOD
 
@@ -19,7 +20,7 @@ def load(path: str | Path, *, model_class: Any = AutoModelForCausalLM, **kwargs:
     """Load an Espalier checkpoint, or raise; never a model with a random weight.
 
     ``path`` is a folder, or the id of a repository on the Hub. ``model_class`` is a class with ``from_pretrained``,
-    such as ``AutoModelForImageTextToText``; ``kwargs`` go there: ``dtype``, ``device_map``, ``revision``…
+    such as ``AutoModelForImageTextToText``; ``kwargs`` go there: ``dtype``, ``device_map``, ``subfolder``…
 
     ``from_pretrained`` itself refuses the same checkpoints, as long as config.json says that they are Espalier. Where
     somebody has removed the block transformers asks nobody, and only ``load`` notices.
@@ -34,9 +35,10 @@ def load(path: str | Path, *, model_class: Any = AutoModelForCausalLM, **kwargs:
     """
     if "output_loading_info" in kwargs:
         raise UsageError("load asks for output_loading_info itself; call from_pretrained to get it")
-    if Path(path).is_dir() and not _says_espalier(Path(path)):
-        with open_checkpoint(path) as checkpoint:
-            raise SourceError(f"is a checkpoint of the format {checkpoint.format}, not Espalier", path=path)
+    folder = Path(path, kwargs.get("subfolder") or "")
+    if folder.is_dir() and not _says_espalier(folder):
+        with open_checkpoint(folder) as checkpoint:
+            raise SourceError(not_espalier(checkpoint.format), path=folder)
     model, report = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     if not isinstance(getattr(model, "hf_quantizer", None), EspalierQuantizer):
         raise SourceError("config.json does not say that the checkpoint is Espalier", path=path)

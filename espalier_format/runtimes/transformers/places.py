@@ -14,6 +14,7 @@ import torch
 
 from espalier_format.checkpoint.tensors import FLOATING
 from espalier_format.errors import DtypeError, DuplicateTensorError, ShapeError, UnexpectedTensorError
+from espalier_format.kernels.torch_dtypes import OUTPUT_DTYPES
 from espalier_format.runtimes.transformers.names import IgnoredNames, canonical
 
 if TYPE_CHECKING:
@@ -21,14 +22,8 @@ if TYPE_CHECKING:
 
     from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.checkpoint.tensors import TensorRef
-    from espalier_format.codec.rounding import OutputDtype
     from espalier_format.runtimes.transformers.replacement import Replacement
 
-_NAMES: Final[Mapping[torch.dtype, OutputDtype]] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 _NEVER_OVERFLOW: Final = {
     torch.float32: frozenset({"F32", "F16", "BF16"}),
     torch.bfloat16: frozenset({"BF16", "F16"}),
@@ -94,7 +89,7 @@ def find_sources(
 def check_overflow(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]]) -> None:
     """Raise ScaleOverflowError for a tensor with a finite value that has become infinite in the dtype of its place."""
     for place, tensor in model.state_dict().items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in OUTPUT_DTYPES:
             continue
         names = [
             name
@@ -104,7 +99,7 @@ def check_overflow(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[st
         # What is offloaded cannot be looked at here.
         if names and (tensor.device.type == "meta" or not bool(torch.isfinite(tensor).all())):
             for name in names:
-                checkpoint.decode(name, _NAMES[tensor.dtype])
+                checkpoint.decode(name, OUTPUT_DTYPES[tensor.dtype])
 
 
 def _check_leftover(tensor: TensorRef, place: str, replacement: Replacement) -> None:

@@ -12,6 +12,7 @@ from espalier_format.errors import IndexMismatchError, SchemaError, ShapeError, 
 from espalier_format.kernels.linear import FLOATS
 from espalier_format.runtimes.transformers.banks import read_bank
 from espalier_format.runtimes.transformers.dtypes import cast_tensors, wanted_dtypes
+from espalier_format.runtimes.transformers.exl3 import not_espalier
 from espalier_format.runtimes.transformers.experts import QuantizedExperts
 from espalier_format.runtimes.transformers.linear import QuantizedLinear
 from espalier_format.runtimes.transformers.loading import LoadingCheck
@@ -146,7 +147,7 @@ class EspalierQuantizer(HfQuantizer):
     def _check_folder(self, checkpoint: Checkpoint, files: Sequence[Path], model: nn.Module) -> None:
         root = checkpoint.folder.root
         if checkpoint.quantization is None:
-            raise SourceError(f"is a checkpoint of the format {checkpoint.format}, not Espalier", path=root)
+            raise SourceError(not_espalier(checkpoint.format), path=root)
         if checkpoint.quantization != self.quantization_config.parsed:
             raise SchemaError("is not what the given config says: the quantization_config is another one", path=root)
         read = {file.name for file in files}

@@ -7,6 +7,7 @@ vLLM finds `register` by the entry point group ``vllm.general_plugins`` and call
 | `config` | the quantization config of vLLM: which method computes which layer |
 | `linear_method`, `head_method`, `expert_method` | linear layers, the output head, routed experts |
 | `plain_methods` | layers that the checkpoint leaves plain, with a check that they were loaded |
+| `loaded_names` | a comparison of the whole model with what was loaded |
 | `layer_parts`, `layer_tensors` | which modules of the checkpoint make up a layer, on this rank; their tensors |
 | `bank_tensors` | the same for an expert bank |
 | `layer_names` | names in vLLM's model |

@@ -16,7 +16,7 @@ from espalier_format.kernels.expert_bank_layout import PROJECTIONS, ExpertBankLa
 from espalier_format.runtimes.tensor_parallel import FeatureRange, ModuleSlice, slice_module
 from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_parts import TrueSizes, true_sizes
-from espalier_format.runtimes.vllm.layer_tensors import KINDS, copy_slice
+from espalier_format.runtimes.vllm.layer_tensors import KINDS, check_copy, copy_slice
 from espalier_format.schema.expert_bank import ExpertBank
 
 _SHARDS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -90,8 +90,7 @@ def has_plain(bank: ExpertBank) -> bool:
 class BankTensors:
     """The packed bank of a layer.
 
-    ``experts`` are those of the rank, in the order that the rank numbers them. ``dtype`` is that of plain experts;
-    ``some_plain`` says whether there are any, on whatever rank: vLLM shows each rank all tensors.
+    ``experts`` are those of the rank, in the order that the rank numbers them. ``dtype`` is that of plain experts.
     """
 
     def __init__(
@@ -100,11 +99,8 @@ class BankTensors:
         projections: Mapping[str, RankProjection],
         experts: Sequence[int],
         dtype: torch.dtype,
-        *,
-        some_plain: bool,
     ) -> None:
         self._bank = bank
-        self._kinds = KINDS if some_plain else _QUANTIZED
         self._projections = dict(projections)
         self._local = {expert: place for place, expert in enumerate(experts)}
         self._layout = ExpertBankLayout(
@@ -131,7 +127,7 @@ class BankTensors:
     def register(self, layer: torch.nn.Module) -> None:
         """Give the layer empty parameters of the names that vLLM looks for, whose loaders fill the bank."""
         for group in _PARAMETERS:
-            for kind in self._kinds:
+            for kind in KINDS:
                 parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
                 set_weight_attrs(parameter, {"weight_loader": self._loader(kind)})
                 layer.register_parameter(f"{group}_{kind}", parameter)
@@ -139,16 +135,21 @@ class BankTensors:
     def load(self, kind: str, tensor: torch.Tensor, shard: str, expert: int) -> bool:
         """Copy this rank's slice of one tensor of one expert to its place; tell whether the rank has the expert.
 
-        Raises ShapeError and DtypeError, naming the tensor.
+        A plain copy of a quantized weight is dropped. Raises ShapeError and DtypeError, naming the tensor, and
+        UnexpectedTensorError for a plain weight that is no such copy.
         """
         if expert not in self._local:
             return False
         role, place = _SHARDS[shard], self._local[expert]
         each = self._projections[role]
         name = f"{self._bank}.{expert}.{each.name}.{kind}"
-        if (kind == "weight") != (each.codebooks[place] is None):
-            raise ShapeError("quantization_config says that this expert is stored in the other way", tensor=name)
-        if kind == "weight":
+        plain = each.codebooks[place] is None
+        if kind == "weight" and not plain:
+            check_copy(tensor, each.sizes.out_features, each.sizes.in_features, name)
+            return True
+        if kind != "weight" and plain:
+            raise ShapeError("quantization_config says that this expert is stored plain", tensor=name)
+        if plain:
             inputs, outputs = each.held.inputs, each.held.outputs[0]
             if tuple(tensor.shape) != (each.sizes.out_features, each.sizes.in_features):
                 raise ShapeError("the weight does not fit the model", tensor=name, got=tuple(tensor.shape))

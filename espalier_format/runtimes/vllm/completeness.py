@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from espalier_format.checkpoint import open_checkpoint
+from espalier_format.container.folder import is_shard_name
 from espalier_format.errors import SourceError
 from espalier_format.operations.verify_files import check_sizes, read_manifest
 
 if TYPE_CHECKING:
     from espalier_format.schema.config import QuantizationConfig
-
-SHARD_SUFFIX: Final = ".safetensors"
 
 
 def check_folder(path: str | Path, quantization: QuantizationConfig) -> frozenset[str]:
@@ -34,7 +33,7 @@ def check_folder(path: str | Path, quantization: QuantizationConfig) -> frozense
         if manifest is not None:
             # Shards only: people may edit a chat template, say.
             wrong = check_sizes(checkpoint.folder, manifest)
-            for name in sorted(name for name in wrong if name.endswith(SHARD_SUFFIX)):
+            for name in sorted(name for name in wrong if is_shard_name(name)):
                 raise wrong[name]
         biases = {name.removesuffix(".bias") for name in checkpoint.tensors if name.endswith(".bias")}
         return frozenset(biases & set(checkpoint.modules))

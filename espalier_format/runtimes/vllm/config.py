@@ -10,8 +10,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from espalier_format.errors import UsageError
 from espalier_format.runtimes.vllm.folder_check import FolderCheck
-from espalier_format.runtimes.vllm.host_options import download_folder, loads_from_checkpoint
+from espalier_format.runtimes.vllm.host_options import download_folder, loads_from_checkpoint, tracks_weights
 from espalier_format.runtimes.vllm.layer_names import LayerNames, NameMapper, constituents
+from espalier_format.runtimes.vllm.loaded_names import LOADED_NAMES
 from espalier_format.schema.config import QUANT_METHOD, ModuleSpec, QuantizationConfig, parse_quantization_config
 
 
@@ -68,7 +69,10 @@ class EspalierConfig(HostConfig):
         Raises UsageError for quantized embeddings, for single quantized experts that are in no bank, and for a load
         format that goes past the checks.
         """
-        self._folder.will_load(download_folder(), loads=loads_from_checkpoint())
+        loads = loads_from_checkpoint()
+        self._folder.will_load(download_folder(), loads=loads)
+        if loads and tracks_weights():
+            LOADED_NAMES.expect(layer)
         # Late: these modules load most of vLLM's, and every process of vLLM imports this one.
         from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: PLC0415
         from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
@@ -116,7 +120,9 @@ class EspalierConfig(HostConfig):
             single = self._names.within(prefix)
             if single is not None:
                 raise UsageError("a quantized expert that is in no expert bank is not supported in vLLM", tensor=single)
-            return None
+            from espalier_format.runtimes.vllm.plain_methods import PlainExpertMethod  # noqa: PLC0415 - as above
+
+            return PlainExpertMethod(layer.moe_config, prefix.removesuffix(".routed_experts"))
         from espalier_format.runtimes.vllm.expert_method import EspalierExpertMethod  # noqa: PLC0415 - as above
 
         return EspalierExpertMethod(layer.moe_config, name, self.quantization.expert_banks[name], self._folder)

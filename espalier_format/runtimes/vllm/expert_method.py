@@ -67,7 +67,7 @@ class EspalierExpertMethod(FusedMoEMethodBase):
             projections = rank_projections(self._bank, hidden_size, intermediate, share, experts)
         except (UsageError, ShapeError) as error:
             raise type(error)(error.message, tensor=self._name, expected=error.expected, got=error.got) from None
-        layer.espalier = BankTensors(self._name, projections, experts, params_dtype, some_plain=some_plain)
+        layer.espalier = BankTensors(self._name, projections, experts, params_dtype)
         layer.espalier.register(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -48,8 +48,8 @@ class FolderCheck:
             folder = cached_folder(model, revision, self._download)
             if folder is None:
                 _LOGGER.warning(
-                    "%s: its files were not found in the download cache, so that only quantized tensors and the plain "
-                    "weights of layers are checked, not norms and biases; a local folder is checked in full",
+                    "%s: its files were not found in the download cache, so that only the tensors are checked that "
+                    "vLLM has loaded, not index, manifest and what it leaves out; a local folder is checked in full",
                     model,
                 )
             else:

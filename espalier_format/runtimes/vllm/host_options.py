@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -37,6 +38,16 @@ def loads_from_checkpoint() -> bool:
             f"Espalier checkpoints cannot be loaded with --load-format {load_format}", expected=sorted(_LOADING_FORMATS)
         )
     return True
+
+
+def tracks_weights() -> bool:
+    """Tell whether to compare what the model has loaded with its parameters: unless the user has turned that off.
+
+    vLLM has an option for its own such comparison: --model-loader-extra-config '{"enable_weights_track": false}'.
+    """
+    config = get_current_vllm_config_or_none()
+    extra = None if config is None else config.load_config.model_loader_extra_config
+    return not isinstance(extra, Mapping) or extra.get("enable_weights_track") is not False
 
 
 def download_folder() -> str | None:

@@ -15,14 +15,24 @@ import torch
 from vllm.model_executor.utils import set_weight_attrs
 
 from espalier_format.codec.tile import TILE
-from espalier_format.errors import DtypeError, MissingTensorError, NonFiniteScaleError, ShapeError
+from espalier_format.errors import (
+    DtypeError,
+    MissingTensorError,
+    NonFiniteScaleError,
+    ShapeError,
+    UnexpectedTensorError,
+)
 from espalier_format.kernels.linear import LinearOperand
 from espalier_format.runtimes.tensor_parallel import ModuleSlice
 from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_parts import LayerPart, LayerShape, output_ranges, part_of_shard
 
 KINDS: Final = ("esp_trellis", "esp_suh", "esp_svh", "weight")
-"""The tensors of a module, and so the parameters of a layer; ``weight`` is there where a part is plain."""
+"""The tensors of a module, and so the parameters of a layer; ``weight`` is for parts that are plain.
+
+Where none is, it is there while vLLM loads, without content: a plain copy may stand beside a quantized weight
+(spec/espalier-v1.md §5), and vLLM needs somewhere to put it.
+"""
 
 _ALIGNMENT: Final = 64
 """Elements to which a part is aligned: 128 bytes of a trellis or of scales, a cache line of a GPU."""
@@ -42,8 +52,6 @@ class LayerTensors:
         """Add the parameters to the layer, on torch's default device; ``dtype`` is that of plain weights."""
         for kind in KINDS:
             sizes = [math.prod(self._rank_shape(part, kind)) for part in self.parts]
-            if kind == "weight" and not any(sizes):
-                continue
             places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
             self._starts[kind] = [sum(places[:place]) for place in range(len(places))]
             data = torch.empty(
@@ -58,11 +66,16 @@ class LayerTensors:
     def load(self, kind: str, parameter: torch.Tensor, tensor: torch.Tensor, shard: Any) -> None:
         """Copy this rank's slice of a tensor of the checkpoint to its place.
 
-        Raises ShapeError and DtypeError, naming the tensor, and UsageError for a shard that the layer does not have.
+        A plain copy of a quantized weight is dropped. Raises ShapeError and DtypeError, naming the tensor,
+        UnexpectedTensorError for a plain weight that is no such copy, and UsageError for a shard that the layer does
+        not have.
         """
         place = part_of_shard(self.parts, shard)
         part = self.parts[place]
         name = f"{part.name}.{kind}"
+        if kind == "weight" and part.whole is not None:
+            check_copy(tensor, part.whole.out_features, part.whole.in_features, name)
+            return
         shape = self._rank_shape(part, kind)
         if not math.prod(shape):
             raise ShapeError("the checkpoint has both a plain weight and a quantized one", tensor=name)
@@ -77,12 +90,15 @@ class LayerTensors:
         self._loaded.add((place, kind))
 
     def check_loaded(self, layer: torch.nn.Module) -> None:
-        """Raise unless every tensor was loaded and every scale is finite.
+        """Raise unless every tensor was loaded and every scale is finite; remove the place for copies from the layer.
 
         Raises:
             MissingTensorError: names the tensor that the checkpoint lacks.
             NonFiniteScaleError: a scale is infinite or NaN.
         """
+        empty = getattr(layer, "weight", None)
+        if empty is not None and not empty.numel():
+            del layer.weight
         if not self._expected:
             return
         for place, part in enumerate(self.parts):
@@ -173,6 +189,16 @@ def copy_slice(
         held, columns, runs = tensor, 0, (part.suh if kind == "esp_suh" else part.svh)
     pieces = [held.narrow(columns, first, end - first) for first, end in runs]
     target.copy_(torch.cat(pieces, columns) if len(pieces) > 1 else pieces[0])
+
+
+def check_copy(tensor: torch.Tensor, out_features: int, in_features: int, name: str) -> None:
+    """Raise UnexpectedTensorError for a plain weight that cannot be a copy of the quantized one, of these sizes."""
+    expected = (out_features, in_features)
+    if tuple(tensor.shape) != expected:
+        raise UnexpectedTensorError(
+            "is no copy of the weight that is stored quantized: it has another shape",
+            tensor=name, expected=expected, got=tuple(tensor.shape),
+        )  # fmt: skip
 
 
 def _copy_plain(tensor: torch.Tensor, target: torch.Tensor, part: LayerPart, shape: LayerShape, name: str) -> None:

@@ -16,6 +16,7 @@ from espalier_format.runtimes.vllm.folder_check import FolderCheck
 from espalier_format.runtimes.vllm.host_options import check_capturable
 from espalier_format.runtimes.vllm.layer_parts import LayerShape, layer_parts
 from espalier_format.runtimes.vllm.layer_tensors import LayerTensors
+from espalier_format.runtimes.vllm.loaded_names import LOADED_NAMES
 from espalier_format.schema.config import ModuleSpec
 
 
@@ -60,6 +61,7 @@ class EspalierLinearMethod(LinearMethodBase):
         Raises MissingTensorError, UnexpectedTensorError (a bias that the model does not use), NonFiniteScaleError, and
         what `FolderCheck` finds.
         """
+        LOADED_NAMES.warn_unless_compared(layer)
         biases = self._folder.after_loading()
         tensors: LayerTensors = layer.espalier
         tensors.check_loaded(layer)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from runtime_models import LLAMA, QWEN35_MOE, BankRecipe, alike, espalier_model, routed
 
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.runtimes import transformers as runtime
 
 pytestmark = [
@@ -54,7 +54,7 @@ def test_logits(dtype: torch.dtype, checkpoint: Path, tmp_path: Path) -> None:
 
     A token that is routed otherwise, and what follows it, is another computation, as in the tests on the CPU.
     """
-    convert(checkpoint, tmp_path / "hf", to="hf", dtype="fp32")
+    convert_checkpoint(checkpoint, tmp_path / "hf", to="hf", dtype="fp32")
     decoded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=dtype, experts_implementation="eager"
     )

@@ -112,6 +112,11 @@ def test_from_the_cache_of_the_hub(name: str, request: pytest.FixtureRequest, tm
     assert torch.equal(logits(runtime.load(snapshot, dtype=torch.float32)), plain)
 
 
+def test_in_a_subfolder(moe: Path) -> None:
+    plain = logits(runtime.load(moe, dtype=torch.float32))
+    assert torch.equal(logits(runtime.load(moe.parent, subfolder=moe.name, dtype=torch.float32)), plain)
+
+
 def test_the_model_without_its_head(llama: Path) -> None:
     """What embeddings are made with; the quantized head has no place in it."""
     model = transformers.AutoModel.from_pretrained(llama, dtype=torch.float32)

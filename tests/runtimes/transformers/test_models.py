@@ -26,7 +26,7 @@ from espalier_format.checkpoint import open_checkpoint
 from espalier_format.codec.rotation import padded
 from espalier_format.converters.hf_architectures import ARCHITECTURES
 from espalier_format.errors import MissingTensorError, ShapeError, UnexpectedTensorError, UnknownSizeError
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.runtimes import transformers as runtime
 from espalier_format.runtimes.transformers import replacement
 from espalier_format.runtimes.transformers.banks import EXPERT_CLASSES
@@ -57,7 +57,7 @@ class Models:
     def compressed(self, name: str) -> Path:
         path = self._folder / name / "espalier"
         if not path.exists() and name in self._exl3:
-            convert(self._exl3[name], path, to="espalier")
+            convert_checkpoint(self._exl3[name], path, to="espalier")
         elif not path.exists():
             family, options = RECIPES[name]
             draft = espalier_model(family, self._folder / name / "source", **options)
@@ -71,7 +71,7 @@ class Models:
     def decoded(self, name: str, dtype: str) -> Path:
         path = self._folder / name / dtype
         if not path.exists():
-            convert(self.compressed(name), path, to="hf", dtype=dtype)
+            convert_checkpoint(self.compressed(name), path, to="hf", dtype=dtype)
         return path
 
 
@@ -140,14 +140,14 @@ def test_families_as_they_come_from_exl3(name: str, tmp_path: Path) -> None:
     """Every projection quantized, with sizes that are no multiples of 128; some are stored in parts."""
     family = FAMILIES[name]
     made = Exl3Maker(*save_model(family, tmp_path / "source"), plain_vision=family.plain_vision)
-    convert(made.draft.write(tmp_path / "exl3"), tmp_path / "espalier", to="espalier")
+    convert_checkpoint(made.draft.write(tmp_path / "exl3"), tmp_path / "espalier", to="espalier")
     auto = getattr(transformers, family.auto)
     if name in REFUSED:
         with pytest.raises(REFUSED[name]):
             runtime.load(tmp_path / "espalier", model_class=auto)
         return
     found = runtime.load(tmp_path / "espalier", model_class=auto, dtype=torch.float32)
-    convert(tmp_path / "espalier", tmp_path / "hf", to="hf", dtype="fp32")
+    convert_checkpoint(tmp_path / "espalier", tmp_path / "hf", to="hf", dtype="fp32")
     decoded = auto.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     ids = tokens(found)
     with torch.no_grad():

@@ -19,12 +19,19 @@ READ = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistra
 
 
 def _vllm_is(
-    monkeypatch: pytest.MonkeyPatch, *, load_format: str = "auto", eager: bool = False, cuda: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    load_format: str = "auto",
+    eager: bool = False,
+    cuda: bool = True,
+    extra: dict[str, Any] | None = None,
 ) -> None:
     from espalier_format.runtimes.vllm import host_options
 
     config = SimpleNamespace(
-        load_config=SimpleNamespace(load_format=load_format, download_dir="/models"),
+        load_config=SimpleNamespace(
+            load_format=load_format, download_dir="/models", model_loader_extra_config=extra or {}
+        ),
         model_config=SimpleNamespace(enforce_eager=eager),
     )
     monkeypatch.setattr(host_options, "get_current_vllm_config_or_none", lambda: config)
@@ -58,6 +65,20 @@ def test_checks_are_on_when_nothing_is_known(monkeypatch: pytest.MonkeyPatch) ->
     assert host_options.download_folder() is None
 
 
+def test_tracking_is_on_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own default for a quantized model is None, and off."""
+    from espalier_format.runtimes.vllm import host_options
+
+    options: list[dict[str, Any]] = [{}, {"enable_weights_track": True}, {"enable_weights_track": None}]
+    for extra in options:
+        _vllm_is(monkeypatch, extra=extra)
+        assert host_options.tracks_weights()
+    _vllm_is(monkeypatch, extra={"enable_weights_track": False})
+    assert not host_options.tracks_weights()
+    monkeypatch.setattr(host_options, "get_current_vllm_config_or_none", lambda: None)
+    assert host_options.tracks_weights()
+
+
 def test_dummy_banks_are_not_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM fills parameters with dummies, but not the packed bank."""
     import torch
@@ -69,7 +90,7 @@ def test_dummy_banks_are_not_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     bank = parse_quantization_config(draft.block).expert_banks[BANK]
     projections = rank_projections(bank, 96, 64, FeatureRange(0, 64), (0, 1))
     _vllm_is(monkeypatch, load_format="dummy")
-    operand = BankTensors(BANK, projections, (0, 1), torch.bfloat16, some_plain=False).operand()
+    operand = BankTensors(BANK, projections, (0, 1), torch.bfloat16).operand()
     assert not bool(operand.scales.any())
 
 

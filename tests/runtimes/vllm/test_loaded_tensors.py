@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from builders import Bank, Draft, Module, espalier_draft
 
-from espalier_format.errors import DtypeError, MissingTensorError, NonFiniteScaleError, ShapeError
+from espalier_format.errors import (
+    DtypeError,
+    MissingTensorError,
+    NonFiniteScaleError,
+    ShapeError,
+    UnexpectedTensorError,
+)
 from espalier_format.runtimes.tensor_parallel import FeatureRange
 from espalier_format.schema.config import parse_quantization_config
 
@@ -109,6 +115,49 @@ def test_what_does_not_fit_is_named(layer: tuple[Any, Any, Draft]) -> None:
         made.weight.weight_loader(made.weight, torch.zeros(32, 64), "v")
 
 
+NO_COPY = "is no copy of the weight that is stored quantized"
+
+
+def test_a_plain_copy_of_a_quantized_weight_is_dropped(layer: tuple[Any, Any, Draft]) -> None:
+    """It has the true size of the whole module, and fills no other part's place either."""
+    import torch
+
+    tensors, made, draft = layer
+    plain = torch.ones(32, 96)
+    for _, call in _calls(draft, made, plain):
+        call()
+    before = {name: parameter.nan_to_num() for name, parameter in made.named_parameters()}  # between parts lie NaN
+    made.weight.weight_loader(made.weight, torch.full((64, 96), 3.0), "q")
+    made.weight.weight_loader(made.weight, torch.full((64, 96), 3.0, dtype=torch.bfloat16), "k")
+    assert all(torch.equal(parameter.nan_to_num(), before[name]) for name, parameter in made.named_parameters())
+    tensors.check_loaded(made)
+    for shape in ((32, 96), (64, 48), (96, 64), (64 * 96,)):
+        with pytest.raises(UnexpectedTensorError, match=rf"k_proj\.weight: {NO_COPY}"):
+            made.weight.weight_loader(made.weight, torch.zeros(shape), "k")
+
+
+def test_the_place_for_copies_does_not_stay() -> None:
+    """A layer without a plain part has no weight once it is loaded, and a copy alone does not load it."""
+    import torch
+
+    from espalier_format.runtimes.vllm.layer_parts import LayerShape, layer_parts
+    from espalier_format.runtimes.vllm.layer_tensors import LayerTensors
+
+    draft = espalier_draft(MODULES[:1], [])
+    shape = LayerShape(96, 96, (64,), 0, 1)
+    tensors = LayerTensors(layer_parts(parse_quantization_config(draft.block).modules, shape), shape)
+    made = torch.nn.Module()
+    tensors.register(made, torch.float32)
+    made.weight.weight_loader(made.weight, torch.ones(64, 96))
+    with pytest.raises(MissingTensorError, match=r"q_proj\.esp_trellis"):
+        tensors.check_loaded(made)
+    assert sorted(name for name, _ in made.named_parameters()) == sorted(KINDS)
+    for kind in KINDS:
+        parameter = getattr(made, kind)
+        parameter.weight_loader(parameter, _torch(draft, f"q_proj.{kind}"))
+    tensors.check_loaded(made)
+
+
 def _misshapen(tensor: Any) -> Iterator[Any]:
     """Larger and smaller along each dimension; the larger ones begin with the tensor itself."""
     import torch
@@ -184,13 +233,13 @@ def bank() -> tuple[Any, Any, Draft]:
     """Experts 2 and 0 of three, on the second of two ranks; expert 0's projections are plain."""
     import torch
 
-    from espalier_format.runtimes.vllm.bank_tensors import BankTensors, has_plain, rank_projections
+    from espalier_format.runtimes.vllm.bank_tensors import BankTensors, rank_projections
 
     sizes = {"gate_proj": (96, 64), "up_proj": (96, 64), "down_proj": (64, 96)}
     draft = espalier_draft([], [Bank(BANK, sizes, ("e2m1@1", "int5@3"), "-01", (32, 32))])
     stated = parse_quantization_config(draft.block).expert_banks[BANK]
     projections = rank_projections(stated, 96, 64, FeatureRange(32, 64), (2, 0))
-    tensors = BankTensors(BANK, projections, (2, 0), torch.float32, some_plain=has_plain(stated))
+    tensors = BankTensors(BANK, projections, (2, 0), torch.float32)
     made = torch.nn.Module()
     tensors.register(made)
     return tensors, made, draft
@@ -242,6 +291,32 @@ def test_an_expert_that_was_not_loaded_is_named(bank: tuple[Any, Any, Draft], mi
     _load_bank(made, draft, but=f"{BANK}.{missing}")
     with pytest.raises(MissingTensorError, match=missing):
         tensors.operand()
+
+
+def test_a_plain_copy_of_an_expert_is_dropped(bank: tuple[Any, Any, Draft]) -> None:
+    """Of expert 2, which is quantized; expert 0 is plain, and 1 on another rank."""
+    import torch
+
+    tensors, made, draft = bank
+    _load_bank(made, draft)
+    before = tensors.operand()
+    for group, shard, shape in (("w13", "w1", (64, 96)), ("w13", "w3", (64, 96)), ("w2", "w2", (96, 64))):
+        parameter = getattr(made, f"{group}_weight")
+        assert parameter.weight_loader(parameter, torch.full(shape, 3.0), "", shard, 2, return_success=True)
+        assert not parameter.weight_loader(parameter, torch.full(shape, 3.0), "", shard, 1, return_success=True)
+        with pytest.raises(UnexpectedTensorError, match=rf"experts\.2\.\w+\.weight: {NO_COPY}"):
+            parameter.weight_loader(parameter, torch.full(shape[::-1], 3.0), "", shard, 2)
+    after = tensors.operand()
+    assert torch.equal(after.trellis, before.trellis)
+    assert torch.equal(after.scales, before.scales)
+    assert not any(bool((weight == 3).all()) for weight in after.plain.values())
+
+
+def test_a_trellis_of_a_plain_expert(bank: tuple[Any, Any, Draft]) -> None:
+    _, made, draft = bank
+    trellis = _torch(draft, f"{BANK}.2.gate_proj.esp_trellis")
+    with pytest.raises(ShapeError, match=r"experts\.0\.gate_proj\.esp_trellis: .* stored plain"):
+        made.w13_esp_trellis.weight_loader(made.w13_esp_trellis, trellis, "", "w1", 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from builders import Draft, bf16
 from hf_models import Family
-from vllm_engine import TWO_RANKS, refusal
-from vllm_models import LLAMA, QWEN3_MOE, SMALL, WHOLE, checkpoint, without
+from vllm_engine import STAND_INS, TWO_RANKS, generate, refusal
+from vllm_models import LLAMA, QWEN3_MOE, QWEN35_MOE, SMALL, WHOLE, checkpoint, with_plain_bank, without
 
 DOWN = "model.layers.1.mlp.down_proj"
+BANK = "model.layers.1.mlp.experts"
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,52 @@ def test_a_plain_tensor_that_the_index_names(llama: Draft, tmp_path: Path) -> No
     assert "model.layers.0.input_layernorm.weight" in message
 
 
-def test_plain_embeddings_that_nothing_names(llama: Draft, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"])
+@pytest.mark.capability("vLLM", "refuses what does not fit")
+def test_a_plain_tensor_that_nothing_names(llama: Draft, name: str, tmp_path: Path) -> None:
     """Neither the index nor a manifest tells: only after loading it shows."""
-    message = refusal(without(llama, "model.embed_tokens.weight").write(tmp_path / "espalier"))
-    assert "MissingTensorError: the embedding.weight" in message
+    message = refusal(without(llama, name).write(tmp_path / "espalier"))
+    assert f"MissingTensorError: {name}: vLLM has found nothing for this parameter of the model" in message
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Draft:
+    """Experts of the second layer are plain."""
+    return with_plain_bank(checkpoint(QWEN3_MOE, tmp_path_factory.mktemp("qwen3_moe")), BANK)
+
+
+def test_a_plain_expert_of_the_second_rank(experts: Draft, tmp_path: Path) -> None:
+    """The rank has two of the four, and numbers them from zero."""
+    name = f"{BANK}.2.down_proj.weight"
+    folder = without(experts, name).write(tmp_path / "espalier")
+    message = refusal(folder, **TWO_RANKS, enable_expert_parallel=True)
+    assert f"MissingTensorError: {name}: vLLM has not found this weight" in message
+
+
+def test_a_router(experts: Draft, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    message = refusal(without(experts, name).write(tmp_path / "espalier"))
+    assert f"MissingTensorError: {name}: vLLM has found nothing" in message
+
+
+def test_the_comparison_can_be_turned_off(llama: Draft, tmp_path: Path) -> None:
+    """By vLLM's own option; what layers check themselves stays."""
+    off = {"model_loader_extra_config": {"enable_weights_track": False}}
+    generate(without(llama, "model.norm.weight").write(tmp_path / "espalier"), **off)
+    message = refusal(without(llama, "model.embed_tokens.weight").write(tmp_path / "another"), **off)
+    assert "MissingTensorError: the embedding.weight: vLLM has not found this weight" in message
+
+
+def test_a_norm_of_a_drafter(tmp_path: Path) -> None:
+    """It is a model of its own, which vLLM loads from the same checkpoint."""
+    draft = checkpoint(QWEN35_MOE, tmp_path / "source")
+    settings = {"dtype": "bfloat16", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    message = refusal(
+        without(draft, "mtp.layers.0.self_attn.q_norm.weight").write(tmp_path / "espalier"),
+        {"PYTHONPATH": str(STAND_INS)},
+        **settings,
+    )
+    assert "MissingTensorError: model.layers.0.self_attn.q_norm.weight: vLLM has found nothing" in message
 
 
 def test_a_shard_of_another_size_than_the_manifest_says(llama: Draft, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ here: a GPU, and any kernel but the CPU's.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import Draft, Tensor
+from builders import Draft, Tensor, bf16
 from vllm_engine import STAND_INS, TWO_RANKS, Answer, assert_same, generate, reference
-from vllm_models import LLAMA, QWEN3_MOE, QWEN35_MOE, checkpoint
+from vllm_models import LLAMA, QWEN3_MOE, QWEN35_MOE, checkpoint, with_plain_bank
 
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 EXACT = 1e-4
 """Rounding of float32, far below the distance of two tokens."""
@@ -91,6 +92,38 @@ def test_experts_of_mixed_width(case: Callable[[str], Case], options: dict[str, 
     assert_same(generate(model.folder, **options), model.expected, EXACT, 24)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), ("llama", TWO_RANKS), ("qwen3_moe", {})], ids=["llama", "two ranks", "experts"]
+)
+def test_plain_copies_of_quantized_weights(
+    case: Callable[[str], Case], name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """spec/espalier-v1.md §5: of every layer, the head and all experts but the plain one, and they are not used."""
+    draft = copy.deepcopy(case(name).draft)
+    sizes = dict(draft.block["modules"])
+    for bank, stated in draft.block.get("expert_banks", {}).items():
+        for projection, each in stated["projections"].items():
+            sizes |= {f"{bank}.{expert}.{projection}": each for expert in range(stated["num_experts"])}
+    quantized = [module for module in sizes if f"{module}.esp_trellis" in draft.names()]
+    assert "lm_head" in quantized or name != "llama"
+    for module in quantized:
+        draft[f"{module}.weight"] = bf16(np.full((sizes[module]["out_features"], sizes[module]["in_features"]), 3.0))
+    assert_same(generate(draft.write(tmp_path / "espalier"), **options), case(name).expected, EXACT, 24)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="one process"), pytest.param(TWO_RANKS, id="two ranks")],
+)
+def test_plain_experts(case: Callable[[str], Case], options: dict[str, Any], tmp_path: Path) -> None:
+    """All experts of a layer are plain, so that vLLM computes them, in whatever order it keeps their weights.
+
+    Not with the experts over two ranks: there vLLM's kernel for the CPU crashes, with the decoded checkpoint too.
+    """
+    folder = with_plain_bank(case("qwen3_moe").draft, "model.layers.1.mlp.experts").write(tmp_path / "espalier")
+    assert_same(generate(folder, **options), reference(folder, tmp_path / "decoded", "fp32"), EXACT, 24)
+
+
 def test_mixtral_names(case: Callable[[str], Case], tmp_path: Path) -> None:
     """Projections called w1, w2 and w3, in a model that vLLM renames: the same experts as those of a Qwen3-MoE."""
     from hf_models import Family
@@ -159,7 +192,7 @@ def test_qwen35_moe_with_a_vision_tower(tmp_path: Path) -> None:
     draft = checkpoint(Family("qwen3_5_moe", config, QWEN35_MOE.config, VISION_AUTO), tmp_path / "source")
     assert "model.language_model.layers.0.linear_attn.in_proj_qkv" in draft.block["modules"]
     folder = draft.write(tmp_path / "espalier")
-    convert(folder, tmp_path / "decoded", to="hf", dtype="bf16")
+    convert_checkpoint(folder, tmp_path / "decoded", to="hf", dtype="bf16")
     settings: dict[str, Any] = {
         "environment": {"PYTHONPATH": str(STAND_INS)},
         "dtype": "bfloat16",
@@ -171,7 +204,7 @@ def test_qwen35_moe_with_a_vision_tower(tmp_path: Path) -> None:
 def test_a_converted_exl3_checkpoint(llama_exl3: Path, tmp_path: Path) -> None:
     """Made by exllamav3 of a trained model."""
     folder = tmp_path / "espalier"
-    convert(llama_exl3, folder, to="espalier")
+    convert_checkpoint(llama_exl3, folder, to="espalier")
     assert_same(generate(folder), reference(folder, tmp_path / "decoded"), EXACT, 24)
 
 
