@@ -5,6 +5,9 @@ VENV ?= .venv
 LOWEST ?= .venv-lowest
 OLDEST ?= .venv-transformers
 VLLM ?= .venv-vllm
+# Processes that run tests. Each may take 2 GB; files are not divided, so that what they share is made once.
+JOBS ?= 2
+PARALLEL := --numprocesses $(JOBS) --dist loadfile
 TORCH_CPU ?= --extra-index-url https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -34,10 +37,10 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest -m "not slow" tests/schema tests/checkpoint tests/container tests/cli

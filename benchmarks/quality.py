@@ -92,17 +92,17 @@ def compare(reference: list[torch.Tensor], other: list[torch.Tensor], windows: t
 
 def quantized(model: Path, codebook: str, root: Path, backend: str, threads: int) -> tuple[Path, dict[str, float]]:
     """Quantize and decode the model, in a process of its own; return (folder of float32 weights, bits and error)."""
-    from espalier_format.operations.convert import convert
-    from espalier_format.operations.quantize import quantize
+    from espalier_format.operations.convert import convert_checkpoint
+    from espalier_format.operations.quantize import quantize_checkpoint
 
     work = root / codebook
     work.mkdir()
     recipe = work / "recipe.toml"
     recipe.write_text(f'[[rule]]\ncomponent = ["attention", "mlp"]\ncodebook = "{codebook}"\n', encoding="utf-8")
-    done = quantize(
+    done = quantize_checkpoint(
         model, work / "q", recipe=recipe, seed=SEED, backend=backend, digests=False, threads=threads
     ).to_json()
-    convert(work / "q", work / "hf", to="hf", dtype="fp32")
+    convert_checkpoint(work / "q", work / "hf", to="hf", dtype="fp32")
     return work / "hf", {name: float(str(done[name])) for name in ("bits", "relative_mse")}
 
 

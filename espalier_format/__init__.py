@@ -1,4 +1,4 @@
-"""The open format for trellis-quantized LLM checkpoints: open, check, decode and convert them.
+"""The open format for trellis-quantized LLM checkpoints: open, check, decode, convert and quantize them.
 
 Start with ``open_checkpoint``. Names are imported when they are first used, so ``import espalier_format``
 costs almost nothing.
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from espalier_format.errors import EspalierError
     from espalier_format.kernels.digest import decode_digest
     from espalier_format.kernels.numpy_decoder import decode_codes, decode_weight
+    from espalier_format.operations.convert import convert_checkpoint
+    from espalier_format.operations.inspect import inspect_checkpoint
+    from espalier_format.operations.quantize import quantize_checkpoint
+    from espalier_format.operations.verify import verify_checkpoint
     from espalier_format.planning import Plan, plan
     from espalier_format.schema import Manifest, QuantizationConfig, parse_manifest, parse_quantization_config
 
@@ -34,15 +38,19 @@ __all__ = [
     "QuantizationConfig",
     "QuantizedModule",
     "__version__",
+    "convert_checkpoint",
     "decode_codes",
     "decode_digest",
     "decode_weight",
     "errors",
     "get_codebook",
+    "inspect_checkpoint",
     "open_checkpoint",
     "parse_manifest",
     "parse_quantization_config",
     "plan",
+    "quantize_checkpoint",
+    "verify_checkpoint",
 ]
 
 _HOMES: Final = {
@@ -55,14 +63,18 @@ _HOMES: Final = {
     "Plan": "espalier_format.planning",
     "QuantizationConfig": "espalier_format.schema",
     "QuantizedModule": "espalier_format.checkpoint",
+    "convert_checkpoint": "espalier_format.operations.convert",
     "decode_codes": "espalier_format.kernels.numpy_decoder",
     "decode_digest": "espalier_format.kernels.digest",
     "decode_weight": "espalier_format.kernels.numpy_decoder",
     "get_codebook": "espalier_format.codec.codebook",
+    "inspect_checkpoint": "espalier_format.operations.inspect",
     "open_checkpoint": "espalier_format.checkpoint",
     "parse_manifest": "espalier_format.schema",
     "parse_quantization_config": "espalier_format.schema",
     "plan": "espalier_format.planning",
+    "quantize_checkpoint": "espalier_format.operations.quantize",
+    "verify_checkpoint": "espalier_format.operations.verify",
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from builders import Draft, Exl3Module, Tensor, bf16, exl3_draft, llama_config, llama_modules
 
 from espalier_format.converters.to_hf import to_hf
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 PAIRS = ("exl3 to espalier", "espalier to exl3", "exl3 to hf", "compressed-tensors to hf")
 SHARD_BYTES = 60_000
@@ -47,7 +47,7 @@ def make_source(pair: str, folder: Path) -> Path:
     exl3 = exl3_source(folder / "exl3")
     if pair.startswith("exl3"):
         return exl3
-    convert(exl3, folder / "espalier", to="espalier")
+    convert_checkpoint(exl3, folder / "espalier", to="espalier")
     return folder / "espalier"
 
 
@@ -58,7 +58,7 @@ def run_conversion(pair: str, source: Path, out: Path, **options: Any) -> int:
     before, defaults["max_shard_bytes"] = defaults["max_shard_bytes"], SHARD_BYTES
     try:
         target: Any = pair.rpartition(" ")[2]
-        return convert(source, out, to=target, **options).resumed
+        return convert_checkpoint(source, out, to=target, **options).resumed
     finally:
         defaults["max_shard_bytes"] = before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from builders import Draft, Tensor, bf16, read_safetensors
 
 from espalier_format.codec.codebook import Codebook
 from espalier_format.codec.rotation import padded
+from espalier_format.encoder.module import SampledErrors
 from espalier_format.encoder.options import EncodedModule, ModuleStats
 
 
@@ -120,13 +122,19 @@ def fake_encode_module(
     suh[:inputs], svh[:outputs] = 1, 1
     if options.get("advance") is not None:
         options["advance"](inputs * outputs)
-    stats = ModuleStats(4.0**-codebook.bits, None, 1.0, None, 0, 0, 0.0)
+    stats = ModuleStats(4.0**-codebook.bits, None, energy(content), 1.0, None, 0, 0, 0.0)
     trellis = rng.integers(-(2**15), 2**15, shape, dtype=np.int16)
     return EncodedModule(codebook, inputs, outputs, rotation, trellis, suh, svh, stats)
 
 
-def fake_sample_error(weight: Any, codebook: Codebook, rotation: tuple[int, int], **options: Any) -> float:
-    return 4.0**-codebook.bits
+def fake_sample_errors(
+    weight: Any, codebooks: Sequence[Codebook], rotation: tuple[int, int], **options: Any
+) -> SampledErrors:
+    return SampledErrors(tuple(4.0**-codebook.bits for codebook in codebooks), energy(weight.rows(0, weight.shape[0])))
+
+
+def energy(content: np.ndarray) -> float:
+    return float(np.square(content, dtype=np.float64).sum())
 
 
 def write_recipe(folder: Path, *rules: str, bits: float | None = None) -> Path:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from espalier_format.checkpoint.module import QuantizedModule
     from espalier_format.checkpoint.packed_module import PackedModule
     from espalier_format.checkpoint.tensors import TensorRef
-    from espalier_format.codec.rounding import OutputDtype
+    from espalier_format.codec.dtype_names import DtypeName
     from espalier_format.container.folder import CheckpointFolder
     from espalier_format.container.shard import Shard
     from espalier_format.schema.config import QuantizationConfig
@@ -43,8 +43,8 @@ class Checkpoint:
 
     ``config`` is config.json ({} where there is none); ``quantization`` is its checked block, for an
     Espalier checkpoint only. ``tensors`` holds all tensors in shard order, ``modules`` all quantized
-    modules, experts included, in the order of their trellis tensors; ``plain`` names the tensors that
-    belong to no quantized module; ``other_files`` the files that are no shard, index, config.json or
+    modules, experts included, in the order of their trellis tensors; ``plain`` the tensors that belong to
+    no quantized module, in shard order; ``other_files`` the files that are no shard, index, config.json or
     manifest. ``warnings`` are lines for a person about what was found and does no harm. ``packed`` holds the
     quantized modules of a compressed-tensors checkpoint, which has no ``modules``: integers are no trellis.
     ``missing`` names tensors that the index names and no shard holds; there are none in an Espalier checkpoint.
@@ -61,11 +61,17 @@ class Checkpoint:
     tensors: Mapping[str, TensorRef]
     modules: Mapping[str, QuantizedModule]
     expert_banks: Mapping[str, ExpertBankView]
-    plain: tuple[str, ...]
+    plain: Mapping[str, TensorRef]
     other_files: tuple[str, ...]
     warnings: tuple[str, ...]
     packed: Mapping[str, PackedModule] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+
+    @property
+    def was_exl3(self) -> bool:
+        """Whether exllamav3 wrote the weights: it is EXL3, or was made from it (``spec/config.md`` §7)."""
+        origin = None if self.quantization is None else self.quantization.source
+        return self.format == "exl3" or (origin is not None and origin.format == "exl3")
 
     def __repr__(self) -> str:
         modules = len(self.modules) + len(self.packed)
@@ -107,22 +113,22 @@ class Checkpoint:
         return self.tensors[name].array()
 
     @overload
-    def decode(self, name: str, dtype: OutputDtype = "float32", device: None = None) -> np.ndarray: ...
+    def decode(self, name: str, dtype: DtypeName = "float32", device: None = None) -> np.ndarray: ...
 
     @overload
-    def decode(self, name: str, dtype: OutputDtype, device: str | torch.device) -> torch.Tensor: ...
+    def decode(self, name: str, dtype: DtypeName, device: str | torch.device) -> torch.Tensor: ...
 
     @overload
-    def decode(self, name: str, dtype: OutputDtype = "float32", *, device: str | torch.device) -> torch.Tensor: ...
+    def decode(self, name: str, dtype: DtypeName = "float32", *, device: str | torch.device) -> torch.Tensor: ...
 
-    def decode(self, name: str, dtype: OutputDtype = "float32", device: str | torch.device | None = None) -> Any:
+    def decode(self, name: str, dtype: DtypeName = "float32", device: str | torch.device | None = None) -> Any:
         """Return a weight in full, shape (out_features, in_features), as Hugging Face checkpoints store it.
 
         ``name`` is a quantized module, or a plain floating-point tensor, which is returned in its own
-        shape. ``dtype`` is "float32", "float16" or "bfloat16". Without ``device`` the result is a numpy
-        array (bfloat16 as uint16 bit patterns), correctly rounded from the exact value to nearest even
-        (``spec/rotation.md``). With one, e.g. "cpu" or "cuda", it is a torch tensor on that device; modules
-        are then decoded by the torch decoder, within its stated tolerance.
+        shape. ``dtype`` is "float32", "float16" or "bfloat16", or one of these in short: "fp32", "fp16", "bf16".
+        Without ``device`` the result is a numpy array (bfloat16 as uint16 bit patterns), correctly rounded from the
+        exact value to nearest even (``spec/rotation.md``). With one, e.g. "cpu" or "cuda", it is a torch tensor on
+        that device; modules are then decoded by the torch decoder, within its stated tolerance.
 
         Raises:
             MissingTensorError: there is no such module or tensor.
@@ -136,16 +142,18 @@ class Checkpoint:
             decode_packed,
             decode_plain,
         )
+        from espalier_format.codec.dtype_names import parse_dtype  # noqa: PLC0415 - as above
 
+        target = parse_dtype(dtype)
         if name in self.modules:
-            return decode_module(self.modules[name], dtype, device)
+            return decode_module(self.modules[name], target, device)
         if name in self.packed:
-            return decode_packed(self.packed[name], dtype, device)
+            return decode_packed(self.packed[name], target, device)
         if name not in self.tensors:
             raise MissingTensorError(
                 "there is no quantized module and no tensor of this name", path=self.folder.root, tensor=name
             )
-        return decode_plain(self.tensors[name], dtype, device)
+        return decode_plain(self.tensors[name], target, device)
 
     def codes(self, name: str) -> np.ndarray:
         """Return a module's codes in the rotated basis: (padded_in, padded_out), int8 for grids, else float16.

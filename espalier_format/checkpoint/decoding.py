@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from espalier_format.codec.casting import FLOAT_DTYPES, cast_floats
+from espalier_format.codec.dtype_names import STORED_AS
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.rounding import storage_dtype
 from espalier_format.codec.tile import TILE
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from espalier_format.checkpoint.packed_module import PackedModule
     from espalier_format.checkpoint.tensors import TensorRef
     from espalier_format.codec.rounding import OutputDtype
-
-_STORED_AS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def decode_module(module: QuantizedModule, dtype: OutputDtype, device: str | torch.device | None) -> Any:
@@ -56,7 +55,7 @@ def decode_packed(module: PackedModule, dtype: OutputDtype, device: str | torch.
     storage_dtype(dtype)
     if module.size_source == "padded":
         raise UnknownSizeError("the true size is not known without weight_shape", tensor=module.name)
-    values = decode_packed_rows(module, _STORED_AS[dtype], slice(0, module.out_features))
+    values = decode_packed_rows(module, STORED_AS[dtype], slice(0, module.out_features))
     return values if device is None else _on_device(values, dtype, device)
 
 
@@ -70,7 +69,7 @@ def decode_packed_rows(module: PackedModule, dtype: str, rows: slice, *, threads
 def decode_module_rows(
     module: QuantizedModule, dtype: OutputDtype, rows: slice, *, threads: int = 1
 ) -> NDArray[np.generic]:
-    """Decode rows of a quantized module that begin with a rotation block, as `row_blocks` cuts them.
+    """Decode rows of a quantized module; whole rotation blocks, as `row_blocks` cuts them, waste nothing.
 
     The result has shape (rows, in_features) and is what ``Checkpoint.decode`` gives for them; only their part of the
     trellis is read. Raises as ``Checkpoint.decode``.
@@ -78,19 +77,19 @@ def decode_module_rows(
     suh, svh = module.scales()
     # Rows in whole rotation blocks depend on no other columns of the trellis: only those are read, and copied,
     # because exllamav3 stores them at odd offsets, where a whole trellis could be copied only as a whole.
-    stop = padded(rows.stop, module.rotation.out)
-    count = rows.stop - rows.start
+    block = module.rotation.out or TILE
+    start, stop = rows.start // block * block, padded(rows.stop, module.rotation.out)
     with _named(module.name, module.trellis):
         return decode_rows(
-            module.trellis.view()[:, rows.start // TILE : stop // TILE].copy(),
+            module.trellis.view()[:, start // TILE : stop // TILE].copy(),
             suh,
-            svh[rows.start : stop],
+            svh[start:stop],
             module.codebook,
             *module.rotation,
             module.in_features,
-            count,
+            rows.stop - start,
             dtype,
-            slice(0, count),
+            slice(rows.start - start, rows.stop - start),
             threads=threads,
         )
 
@@ -100,7 +99,7 @@ def decode_plain(tensor: TensorRef, dtype: OutputDtype, device: str | torch.devi
     storage_dtype(dtype)
     if tensor.dtype not in FLOAT_DTYPES:
         raise UsageError(f"a tensor of dtype {tensor.dtype} cannot be decoded", tensor=tensor.name)
-    values = cast_values(tensor, tensor.array(), _STORED_AS[dtype])
+    values = cast_values(tensor, tensor.array(), STORED_AS[dtype])
     return values if device is None else _on_device(values, dtype, device)
 
 

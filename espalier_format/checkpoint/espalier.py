@@ -8,6 +8,7 @@ from espalier_format.checkpoint.base import Checkpoint, ExpertBankView
 from espalier_format.checkpoint.exl3_names import SCALE_KINDS
 from espalier_format.checkpoint.files import compare_index, other_files, read_index
 from espalier_format.checkpoint.module import Blocks, QuantizedModule
+from espalier_format.checkpoint.plain_copies import copy_warnings
 from espalier_format.checkpoint.tensors import FLOATING, LazyMapping, TensorTable
 from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import padded
@@ -102,9 +103,9 @@ def open_espalier(folder: CheckpointFolder, config: Mapping[str, Any]) -> Checkp
         tensors=table.refs(),
         modules=LazyMapping([name[: -len(".esp_trellis")] for name in stored if name.endswith(".esp_trellis")], module),
         expert_banks={name: _bank_view(name, quantization) for name in quantization.expert_banks},
-        plain=tuple(name for name in plain if not (name.endswith(".bias") and name[: -len(".bias")] in forms)),
+        plain=table.refs([n for n in plain if not (n.endswith(".bias") and n[: -len(".bias")] in forms)]),
         other_files=others,
-        warnings=(),
+        warnings=copy_warnings(plain, forms, table.infos),
     )
 
 

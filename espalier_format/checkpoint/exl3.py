@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier_format.checkpoint.base import Checkpoint
-from espalier_format.checkpoint.derived_banks import derive_banks
+from espalier_format.checkpoint.derived_banks import BankMember, derive_banks
 from espalier_format.checkpoint.exl3_names import MODULE_KINDS, SCALE_KINDS
 from espalier_format.checkpoint.files import ShardCheck, check_shards, other_files
 from espalier_format.checkpoint.module import Blocks, QuantizedModule
+from espalier_format.checkpoint.plain_copies import copy_warnings
 from espalier_format.checkpoint.storage_claims import storage_warnings
 from espalier_format.checkpoint.tensors import FLOATING, LazyMapping, TensorTable
 from espalier_format.checkpoint.true_sizes import TrueSize, resolve_true_sizes, size_warnings
 from espalier_format.codec.codebook import EXL3_MARKERS, Codebook, exl3_codebook
+from espalier_format.codec.rotation import EXL3_BLOCK
 from espalier_format.errors import (
     CodebookError,
     DtypeError,
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from espalier_format.container.folder import CheckpointFolder
     from espalier_format.container.header import TensorInfo
     from espalier_format.container.shard import Shard
-
-BLOCK: Final = 128
-"""EXL3 rotates both sides in blocks of 128."""
 
 
 class _Parts(NamedTuple):
@@ -90,6 +89,7 @@ def open_exl3(
     for name, module in parts.items():
         _check_bias(module, sizes[name], table)
     warnings.extend(size_warnings(sizes))
+    warnings.extend(copy_warnings(plain, parts, table.infos))
     if not lone:
         warnings.extend(storage_warnings(folder, table))
 
@@ -100,7 +100,7 @@ def open_exl3(
             codebook=module.codebook,
             in_features=size.in_features,
             out_features=size.out_features,
-            rotation=Blocks(BLOCK, BLOCK),
+            rotation=Blocks(EXL3_BLOCK, EXL3_BLOCK),
             size_source=size.source,
             trellis=table.ref(module.trellis),
             suh=table.ref(module.suh),
@@ -121,10 +121,14 @@ def open_exl3(
         tensors=table.refs(),
         modules=LazyMapping(tuple(parts), make),
         expert_banks=derive_banks(
-            {name: (module.codebook, sizes[name]) for name, module in parts.items()},
+            {
+                name: BankMember(module.codebook, size.in_features, size.out_features, size.source)
+                for name, module in parts.items()
+                for size in (sizes[name],)
+            },
             {name: table.infos[name].shape for name in plain},
         ),
-        plain=plain,
+        plain=table.refs(plain),
         other_files=() if lone else other_files(folder, shards),
         warnings=tuple(warnings),
         missing=listed.missing,
@@ -163,8 +167,10 @@ def _module(name: str, found: Mapping[str, TensorInfo], table: TensorTable) -> _
     if trellis.dtype != "I16":
         raise _refuse(DtypeError, "wrong dtype", trellis, table, expected="I16", got=trellis.dtype)
     rows, columns = 16 * trellis.shape[0], 16 * trellis.shape[1]
-    if rows == 0 or columns == 0 or rows % BLOCK or columns % BLOCK:
-        raise _refuse(ShapeError, f"both sides must be multiples of {BLOCK}", trellis, table, got=f"{rows} x {columns}")
+    if rows == 0 or columns == 0 or rows % EXL3_BLOCK or columns % EXL3_BLOCK:
+        raise _refuse(
+            ShapeError, f"both sides must be multiples of {EXL3_BLOCK}", trellis, table, got=f"{rows} x {columns}"
+        )
     if "scale" in found:
         raise _refuse(UnexpectedTensorError, "no version of EXL3 has this tensor", found["scale"], table)
     suh = _scale(trellis, found, ("suh", "su"), rows, table)

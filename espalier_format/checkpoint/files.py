@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from espalier_format.checkpoint.missing_shards import refuse_missing_modules, refuse_missing_peer
 from espalier_format.container.index import INDEX_NAME, Index, IndexDifference, IndexProblem
 from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, SIGNATURE_NAME
-from espalier_format.errors import IndexMismatchError, MalformedError, MissingFileError, PathError, SchemaError
+from espalier_format.errors import (
+    IndexMismatchError,
+    MalformedError,
+    MissingFileError,
+    PathError,
+    SchemaError,
+    SourceError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -123,6 +130,14 @@ def _differences(index: Index, shards: Sequence[Shard]) -> list[IndexDifference]
     if index.weight_map == right and index.metadata.get("total_size", total) == total:
         return []  # the usual case, ten times as fast as finding out what differs
     return index.compare({shard.name: shard.header for shard in shards})
+
+
+def refuse_single_file(checkpoint: Checkpoint) -> None:
+    """Raise SourceError for what was opened as one file of a folder: what is beside it belongs to the checkpoint."""
+    # A lone file is opened without the config beside it.
+    without_config = not checkpoint.config and bool(read_config(checkpoint.folder))
+    if without_config or [shard.name for shard in checkpoint.shards] != checkpoint.folder.shard_names():
+        raise SourceError("a single file is no checkpoint; give the folder", path=checkpoint.shards[0].path)
 
 
 def refuse_missing_tensors(checkpoint: Checkpoint) -> None:

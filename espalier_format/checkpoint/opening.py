@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from espalier_format.checkpoint.files import read_config
+from espalier_format.checkpoint.stated_quantization import stated_quantization
 from espalier_format.checkpoint.tensors import TensorTable
-from espalier_format.container.folder import SHARD_SUFFIX, CheckpointFolder
-from espalier_format.container.names import CONFIG_NAME, PROGRESS_NAME
+from espalier_format.container.folder import CheckpointFolder
+from espalier_format.container.names import CONFIG_NAME, PROGRESS_NAME, SHARD_SUFFIX
 from espalier_format.container.regular_file import is_regular
 from espalier_format.container.shard import Shard
 from espalier_format.errors import FormatVersionError, MissingFileError, SchemaError, SourceError, UsageError
@@ -86,6 +87,8 @@ def _open_other(
         stated = block.get("quant_method") if isinstance(block, dict) else None
         if stated == "exl3" or (stated is None and has_exl3_modules(table)):
             return open_exl3(folder, config or {}, shards, table, lone=lone)
+        quantization = stated_quantization(config)
+        stated = None if quantization is None else quantization.method
         if not lone and (stated == METHOD or (stated is None and has_packed_tensors(table))):
             from espalier_format.checkpoint.compressed_tensors import open_compressed_tensors  # noqa: PLC0415
 

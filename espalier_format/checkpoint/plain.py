@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from espalier_format.checkpoint.base import Checkpoint
 from espalier_format.checkpoint.files import ShardCheck, check_shards, other_files
+from espalier_format.checkpoint.quantized_tensors import quantized_tensor
+from espalier_format.checkpoint.stated_quantization import stated_quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,20 +30,25 @@ def open_plain(
     duplicates = table.check_duplicates()
     listed = ShardCheck(()) if lone else check_shards(folder, shards, table.infos, quantized=False)
     warnings = [*duplicates, *listed.warnings]
-    block = config.get("quantization_config")
-    if isinstance(block, dict):
-        method = str(block.get("quant_method"))[:40]
+    tensors = table.refs()
+    stated = stated_quantization(config)
+    found = None if stated is not None else quantized_tensor(tensors)
+    if stated is not None:
+        method = str(stated.method)[:40]
         warnings.append(f"quant_method {method!r} is not read; the tensors are listed as they are stored")
+    if found is not None:
+        text = f"{found.weight} is quantized, to judge by {found.scales}, in a way that is not read"
+        warnings.append(f"{text}; the tensors are listed as they are stored")
     return Checkpoint(
         folder=folder,
         format="plain",
         config=config,
         quantization=None,
         shards=shards,
-        tensors=table.refs(),
+        tensors=tensors,
         modules={},
         expert_banks={},
-        plain=tuple(table.infos),
+        plain=tensors,
         other_files=() if lone else other_files(folder, shards),
         warnings=tuple(warnings),
         missing=listed.missing,

@@ -119,9 +119,9 @@ class TensorTable:
         """Return one tensor; KeyError for a name that is not in the table."""
         return TensorRef(self.shards[name], self.infos[name])
 
-    def refs(self) -> LazyMapping[TensorRef]:
-        """Return all tensors as a mapping."""
-        return LazyMapping(tuple(self.infos), self.ref)
+    def refs(self, names: Sequence[str] | None = None) -> LazyMapping[TensorRef]:
+        """Return these tensors, all of them by default, as a mapping in this order."""
+        return LazyMapping(tuple(self.infos) if names is None else names, self.ref)
 
     def refuse_duplicates(self) -> None:
         """Raise ``DuplicateTensorError`` when two shards hold tensors of one name, equal or not."""

@@ -39,15 +39,6 @@ class Target(StrEnum):
     HF = "hf"
 
 
-class Dtype(StrEnum):
-    """The dtype of the weights that ``convert --to hf`` writes."""
-
-    SOURCE = "source"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
 class SchemaName(StrEnum):
     """The documents that have a JSON Schema."""
 
@@ -149,15 +140,18 @@ def verify(
 
 
 @app.command(short_help="Convert EXL3 to Espalier and back, or to plain weights.")
-def convert(
+def convert_checkpoint(
     source: Source,
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
     *,
     to: Annotated[Target, typer.Option("--to", help="espalier and exl3 lose no bit; hf writes plain weights.")],
     dtype: Annotated[
-        Dtype | None,
+        str | None,
         typer.Option(
-            "--dtype", help="For --to hf: dtype of the weights; source, the default, is what config.json states."
+            "--dtype",
+            metavar="[source|bfloat16|float16|float32]",
+            help="For --to hf: dtype of the weights; source, the default, is what config.json states. bf16, fp16 and "
+            "fp32 are taken as well.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished output in DST, if any.")] = False,
@@ -180,14 +174,15 @@ def convert(
     command with --resume goes on.
     """
     from espalier_format.cli.progress import open_progress  # noqa: PLC0415
-    from espalier_format.operations.convert import convert as run_convert  # noqa: PLC0415
+    from espalier_format.codec.dtype_names import parse_choice  # noqa: PLC0415
+    from espalier_format.operations.convert import convert_checkpoint  # noqa: PLC0415
 
     with open_progress() as progress:
-        report = run_convert(
+        report = convert_checkpoint(
             source,
             destination,
             to=to.value,
-            dtype=None if dtype is None else dtype.value,
+            dtype=None if dtype is None else parse_choice(dtype),
             force=force,
             digests=digests,
             resume=resume,

@@ -27,14 +27,6 @@ class DecoderKind(StrEnum):
     EXPERTS = "experts"
 
 
-class OutputFormat(StrEnum):
-    """Formats of weights and products."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
 @app.command(short_help="Prove a decoder of another program, or write the known answers.")
 def conformance(
     *,
@@ -62,8 +54,13 @@ def conformance(
         str | None, typer.Option("--device", metavar="DEVICE", help="Give torch tensors on it (cpu, cuda), not numpy.")
     ] = None,
     dtype: Annotated[
-        list[OutputFormat] | None,
-        typer.Option("--dtype", help="Only this output format; may be repeated. All three if not given."),
+        list[str] | None,
+        typer.Option(
+            "--dtype",
+            metavar="[float32|float16|bfloat16]",
+            help="Only this output format; may be repeated. All three if not given. fp32, fp16 and bf16 are taken as "
+            "well.",
+        ),
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Weights must be correctly rounded, not only within tolerance.")
@@ -99,11 +96,12 @@ def conformance(
         return _write(write, as_json=as_json)
     if not decoder:
         raise UsageError("give a decoder (--decoder module:function --kind codes), or --write DIR")
+    from espalier_format.codec.dtype_names import parse_dtype  # noqa: PLC0415
     from espalier_format.conformance.apart import Request, run_apart  # noqa: PLC0415
     from espalier_format.conformance.suite import Options  # noqa: PLC0415
 
     options = Options(
-        dtypes=tuple(name.value for name in dtype) if dtype else Options().dtypes,
+        dtypes=tuple(parse_dtype(name) for name in dtype) if dtype else Options().dtypes,
         exact=exact,
         readers=("espalier", "exl3", "plain") if exl3 else ("espalier",),
         only=tuple(only or ()),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ import espalier_format.cli.conformance_command
 import espalier_format.cli.hub_commands
 import espalier_format.cli.quantize_command  # noqa: F401 - all three register their commands
 from espalier_format.cli.app import PROGRAM, app
-from espalier_format.cli.terminal import print_error, print_json, print_traceback, use_safe_streams
+from espalier_format.cli.terminal import drop_stream, print_error, print_json, print_traceback, use_safe_streams
 from espalier_format.cli.usage import PlainUsageCommand
 from espalier_format.errors import EspalierError, UsageError, WriteError
 from espalier_format.operations.error_document import error_document
@@ -57,14 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _drop_stdout()
+        drop_stream(sys.stdout)
         return EXIT_CLOSED_PIPE
     except OSError as error:
         # The library words every other failure to write itself. A command prints at its end: what is lost is the
         # report, and not what it is about.
         if isinstance(error, EspalierError) or error.errno not in _NO_ROOM:
             return _report_any(error, debug=debug, as_json=as_json)
-        _drop_stdout()
+        drop_stream(sys.stdout)
         reason = error.strerror or str(error)
         lost = WriteError(f"cannot write the report to standard output: {reason}; the work itself is done")
         return _report(lost, as_json=False)
@@ -111,12 +109,5 @@ def _report(error: EspalierError, *, as_json: bool) -> int:
             print_error(error.code, str(error))
         sys.stdout.flush()
     except OSError:  # nobody is left to tell, or the disk behind stdout is full
-        _drop_stdout()
+        drop_stream(sys.stdout)
     return error.exit_code
-
-
-def _drop_stdout() -> None:
-    """Give what is left in the buffer of stdout somewhere to go: the interpreter flushes it once more at exit."""
-    # pytest and other hosts replace stdout by an object without a descriptor: nothing is flushed there.
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,20 +1,31 @@
-"""A progress bar on stderr, for terminals only."""
+"""Progress on stderr: a bar on terminals, and a plain line now and then everywhere else."""
 
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from espalier_format.progress import NullProgress
+from espalier_format.cli.quantities import duration, size
+from espalier_format.cli.terminal import drop_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import TextIO
 
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
     from espalier_format.progress import Progress
+
+SHORT_PAUSE: Final = 10.0
+"""Seconds between two lines of a job in its first minutes; one that is done sooner prints none."""
+
+LONG_PAUSE: Final = 60.0
+"""Seconds between two lines of a job that takes long: a night is then some hundred lines of a log."""
+
+_LONG_JOB: Final = 600.0  # seconds after which a job takes long
 
 
 class ProgressBar:
@@ -44,11 +55,63 @@ class ProgressBar:
             self._task = None
 
 
+class ProgressLines:
+    """Writes a plain line about the job to a log or a pipe every now and then, and nothing about a short one.
+
+    ``pause`` is the time in seconds between two lines, from the start on; later in a long job it is `LONG_PAUSE`, if
+    that is longer. A stream that cannot be written to any more costs the lines, not the work. ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self, stream: TextIO, *, pause: float = SHORT_PAUSE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._pause = pause
+        self._clock = clock
+        self._label = ""
+        self._total = self._done = 0
+        self._started = self._shown = 0.0
+        self._open = True
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Begin with a new job."""
+        self._label, self._total, self._done = label, total_bytes, 0
+        self._started = self._shown = self._clock()
+
+    def advance(self, n_bytes: int) -> None:
+        """Count on, and write a line if it is time for one."""
+        self._done += n_bytes
+        now = self._clock()
+        elapsed = now - self._started
+        pause = self._pause if elapsed < _LONG_JOB else max(self._pause, LONG_PAUSE)
+        if self._open and now - self._shown >= pause:
+            self._shown = now
+            self._write(self._line(elapsed))
+
+    def finish(self) -> None:
+        """Write nothing; the report that follows says what was done."""
+
+    def _line(self, elapsed: float) -> str:
+        done, total = self._done, self._total
+        percent = 100 * done // total if total else 100
+        line = f"{self._label}: {percent} %, {size(done)} of {size(total)}, {duration(elapsed)} so far"
+        # As if the rest went at the average pace of what is done.
+        return line if not done else f"{line}, about {duration(elapsed * max(total - done, 0) / done)} left"
+
+    def _write(self, line: str) -> None:
+        try:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, the disk of the log is full, or it was closed
+            self._open = False
+            drop_stream(self._stream)
+
+
 @contextmanager
 def open_progress() -> Iterator[Progress]:
-    """Yield a progress bar if stderr is a terminal, else one that shows nothing."""
+    """Yield a progress bar if stderr is a terminal, else lines for a log; both say nothing on stdout."""
     if not sys.stderr.isatty():
-        yield NullProgress()
+        yield ProgressLines(sys.stderr)
         return
     from rich import progress as rich_progress  # noqa: PLC0415 - only where there is a terminal
 

@@ -1,4 +1,4 @@
-"""How numbers and formats are written for people: counts, bytes, bits per weight."""
+"""How numbers and formats are written for people: counts, bytes, times, bits per weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FORMATS = {
     "espalier": "Espalier",
     "exl3": "EXL3",
     "compressed-tensors": "compressed-tensors",
-    "plain": "safetensors",
+    "plain": "plain safetensors",
     "hf": "Hugging Face",
 }
 """Names of formats."""
@@ -28,6 +28,15 @@ def weights(number: int) -> str:
 def size(number: int) -> str:
     """Return a number of bytes in decimal units: ``8.31 GB``."""
     return _scaled(number, (" B", " kB", " MB", " GB", " TB", " PB"))
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people tell it: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{minutes} min" if not hours else f"{hours} h" + (f" {rest} min" if rest else "")
 
 
 def bits(number: float | None) -> str:

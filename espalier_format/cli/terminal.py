@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import TextIO
 
 JSON_SCHEMA_VERSION = 1
 """The version of every document that ``--json`` prints; it rises when a key changes its meaning or goes away."""
@@ -39,6 +41,13 @@ def use_safe_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_POOR_ENCODING)
+
+
+def drop_stream(stream: TextIO) -> None:
+    """Give what is left in the buffer of a stream somewhere to go: the interpreter flushes it once more at exit."""
+    # pytest and other hosts replace the streams by objects without a descriptor: nothing is flushed there.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _replace_own(error: UnicodeError) -> tuple[str | bytes, int]:

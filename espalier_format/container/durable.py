@@ -6,8 +6,12 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Final
 
 from espalier_format.errors import WriteError
+
+_KEPT: Final = "; what is finished is kept, and --resume goes on from there"
+_REMOVED: Final = "; what was written has been removed"
 
 
 class Folders:
@@ -59,8 +63,21 @@ def append_durably(path: Path, data: bytes) -> None:
 def write_error(error: Exception, path: str | Path, *, kept: bool = False) -> WriteError:
     """Return the `WriteError` for what the operating system said; `kept` says that finished files stay."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    rest = "what is finished is kept, and --resume goes on from there" if kept else "what was written has been removed"
-    return WriteError(f"cannot write: {reason}; {rest}", path=str(path).replace("\0", "\\0"))
+    rest = _KEPT if kept else _REMOVED
+    return WriteError(f"cannot write: {reason}{rest}", path=str(path).replace("\0", "\\0"))
+
+
+def tell_outcome(error: BaseException | None, *, kept: bool) -> None:
+    """Make what `write_error` returned say what has come of the output, now that it is known; others stay as they are.
+
+    When a write fails, files that were written before may yet turn out to be finished, or nothing may be.
+    """
+    if not isinstance(error, WriteError):
+        return
+    reason = error.message.removesuffix(_KEPT).removesuffix(_REMOVED)
+    if reason != error.message:
+        error.message = f"{reason}{_KEPT if kept else _REMOVED}"
+        error.args = (error.message,)
 
 
 def take_lock(path: Path) -> int:

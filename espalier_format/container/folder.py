@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from espalier_format.container.json_document import read_json_object
-from espalier_format.container.names import PROGRESS_NAME
+from espalier_format.container.names import PROGRESS_NAME, SHARD_SUFFIX
 from espalier_format.container.regular_file import refusal
 from espalier_format.container.shard import Shard
 from espalier_format.errors import LimitError, MissingFileError, PathError, SourceError
 from espalier_format.limits import MAX_TENSORS
-
-SHARD_SUFFIX: Final = ".safetensors"
 
 _DEVICE: Final = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
 

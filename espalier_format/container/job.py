@@ -46,7 +46,7 @@ def take_over(
     except EspalierError:  # OutputExistsError is an OSError too
         raise
     except OSError as error:
-        raise write_error(error, workspace.parent.parent, kept=True) from error
+        raise write_error(error, workspace.parent.parent, kept=holds_work(workspace)) from error
     if not path.exists():
         _empty(workspace)
         replace_file(path, text.encode("ascii"))
@@ -66,6 +66,17 @@ def take_over(
             path=workspace.parent.parent,
         )
     return True
+
+
+def holds_work(workspace: Path) -> bool:
+    """Tell whether `workspace` holds anything to go on with: the job alone, and empty folders, are nothing."""
+    try:
+        return any(
+            any(entry.iterdir()) if entry.is_dir() and not entry.is_symlink() else entry.name != JOB_NAME
+            for entry in workspace.iterdir()
+        )
+    except OSError:
+        return False
 
 
 def _empty(workspace: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+SHARD_SUFFIX: Final = ".safetensors"
 CONFIG_NAME: Final = "config.json"
 MANIFEST_NAME: Final = "espalier_manifest.json"
 SIGNATURE_NAME: Final = "espalier_manifest.json.sig"

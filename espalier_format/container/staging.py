@@ -18,6 +18,7 @@ from espalier_format.container.apart import check_apart
 from espalier_format.container.durable import Folders, sync_folder, take_lock, write_error
 from espalier_format.container.folder import check_name
 from espalier_format.container.index import INDEX_NAME
+from espalier_format.container.job import holds_work
 from espalier_format.container.names import CONFIG_NAME, MANIFEST_NAME, PROGRESS_NAME
 from espalier_format.container.ownership import (
     KEPT_NAMES,
@@ -288,7 +289,7 @@ class Staging:
     def _kept_entries(self) -> set[str]:
         """Return what must stay when the output does not come about: content that is nowhere else, and its notes."""
         kept = {OLD_NAME} if (self.work / OLD_NAME).exists() else set()
-        if self.workspace is not None and self._keeps_workspace():
+        if self.workspace is not None and self.keeps_work:
             kept.add(self.workspace.name)
         if kept or not (self.root / MANIFEST_NAME).exists():
             with contextlib.suppress(OSError):
@@ -311,18 +312,17 @@ class Staging:
         """Return the error to raise, which says where the old content is unless it is back in its place."""
         old = self.work / OLD_NAME
         if not old.exists():
-            return write_error(error, self.destination)
+            return write_error(error, self.destination, kept=self.keeps_work)
         reason = error.strerror or str(error)
         return WriteError(
             f"cannot write: {reason}; what could not be moved back of the old content is in {old}",
             path=self.destination,
         )
 
-    def _keeps_workspace(self) -> bool:
-        try:
-            return self.workspace is not None and any(self.workspace.iterdir())
-        except OSError:
-            return False
+    @property
+    def keeps_work(self) -> bool:
+        """Whether the workspace holds what a later run can go on with."""
+        return self.workspace is not None and holds_work(self.workspace)
 
     def _release(self) -> None:
         if self._lock is not None:

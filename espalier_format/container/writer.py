@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Final, Self, TypeVar
 
-from espalier_format.container.durable import write_error
+from espalier_format.container.durable import tell_outcome, write_error
 from espalier_format.container.finished_files import FinishedFiles
 from espalier_format.container.folder import is_shard_name
 from espalier_format.container.hashing import Buffer, FileHasher, FileRecord
@@ -107,8 +107,9 @@ class CheckpointWriter:
                 self._finished = FinishedFiles(self.workspace, self._job)
             except BaseException as error:
                 self._abort()
+                tell_outcome(error, kept=self._staging.keeps_work)
                 if isinstance(error, OSError) and not isinstance(error, EspalierError):
-                    raise write_error(error, self.destination) from error
+                    raise write_error(error, self.destination, kept=self._staging.keeps_work) from error
                 raise
         return self
 
@@ -118,6 +119,7 @@ class CheckpointWriter:
         if self._state != "finished":
             # What the source or the options made impossible is so again in the next run.
             self._abort(keep=not isinstance(error, EspalierError) or isinstance(error, WriteError))
+            tell_outcome(error, kept=self._staging.keeps_work)
 
     @property
     def resumed(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from espalier_format.checkpoint.components import Component, component_of
+from espalier_format.checkpoint.text_sections import text_sections
 from espalier_format.container.index import INDEX_NAME
 from espalier_format.container.names import CONFIG_NAME
 from espalier_format.converters.compressed_tensors_patterns import spell
@@ -23,16 +24,17 @@ from espalier_format.errors import (
     SourceError,
     UnexpectedTensorError,
 )
+from espalier_format.operations.verify_report import judged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.converters.compressed_tensors_schemes import Schemes
+    from espalier_format.operations.verify_report import Check
 
 _SHOWN: Final = 3
 _MTP_LAYERS: Final = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
-_TEXT_PARTS: Final = ("text_config", "language_config", "llm_config")
 _NO_LINEAR: Final = (".gate", "_embed", "embedding", "embeddings", "embed_tokens", "norm")
 """Ends of modules whose matrix belongs to no linear layer."""
 
@@ -44,6 +46,10 @@ class Contradictions:
     findings: tuple[EspalierError, ...]
     warnings: tuple[str, ...]
     checked: str
+
+    def check(self) -> Check:
+        """Return the check *groups* of ``verify``; the warnings are reported apart."""
+        return judged("groups", self.checked, list(self.findings))
 
 
 def find_contradictions(checkpoint: Checkpoint) -> Contradictions:
@@ -131,9 +137,7 @@ def _plain_though_targeted(checkpoint: Checkpoint, schemes: Schemes) -> Iterator
 
 def _stated_layers(config: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return how many prediction layers config.json states, and the number of decoder layers before them."""
-    for section in (config, *(config.get(part) for part in _TEXT_PARTS)):
-        if not isinstance(section, Mapping):
-            continue
+    for section in text_sections(config):
         for key in _MTP_LAYERS:
             count = section.get(key)
             if type(count) is int and count > 0:

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from espalier_format.checkpoint import open_checkpoint
+from espalier_format.checkpoint.quantized_tensors import quantized_tensor
+from espalier_format.checkpoint.stated_quantization import stated_quantization
+from espalier_format.codec.dtype_names import parse_choice
 from espalier_format.container.names import MANIFEST_NAME
-from espalier_format.container.regular_file import is_regular
 from espalier_format.errors import EspalierError, SourceError, UsageError
-from espalier_format.hub.address import local_path
 from espalier_format.operations.compressed_tensors_findings import contradictions_in_words
+from espalier_format.operations.places import folders
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint import Checkpoint
+    from espalier_format.codec.dtype_names import DtypeChoice
     from espalier_format.container.folder import CheckpointFolder
     from espalier_format.converters.report import ConversionReport
     from espalier_format.progress import Progress
@@ -24,12 +27,12 @@ _NAMES = {"espalier": "an Espalier checkpoint", "exl3": "an EXL3 checkpoint", "p
 _REENCODE = "its integers are no trellis codes; to encode them anew: espalier-format quantize"
 
 
-def convert(
+def convert_checkpoint(
     source: str | Path,
     destination: str | Path,
     *,
     to: Literal["espalier", "exl3", "hf"],
-    dtype: Literal["source", "bf16", "fp16", "fp32"] | None = None,
+    dtype: DtypeChoice | None = None,
     force: bool = False,
     digests: bool = False,
     resume: bool = False,
@@ -37,8 +40,9 @@ def convert(
 ) -> ConversionReport:
     """Convert the checkpoint folder ``source`` to the format ``to`` in the folder ``destination``.
 
-    EXL3 to Espalier and back loses no bit. "hf" writes plain weights in ``dtype`` ("source" if None) from
-    either, and from compressed-tensors. ``digests`` adds decode digests to the manifest of an Espalier output;
+    EXL3 to Espalier and back loses no bit. "hf" writes plain weights in ``dtype`` from either, and from
+    compressed-tensors: "bfloat16", "float16" or "float32" ("bf16", "fp16" and "fp32" are the same), or "source", as if
+    None, for the dtype that config.json states. ``digests`` adds decode digests to the manifest of an Espalier output;
     ``force`` replaces a destination that holds an earlier output.
 
     An interruption loses no finished file: they lie in a hidden folder in the destination, from where ``resume`` goes
@@ -66,23 +70,19 @@ def convert(
     """
     if to not in TARGETS:
         raise UsageError(f"cannot convert to {to!r}; the targets are {', '.join(TARGETS)}")
-    if dtype is not None and to != "hf":
+    chosen = None if dtype is None else parse_choice(dtype)
+    if chosen is not None and to != "hf":
         raise UsageError('a dtype can be chosen for the target "hf" only: the other conversions change no number')
     if digests and to != "espalier":
         raise UsageError('digests can be added for the target "espalier" only')
-    if destination == "":
-        raise UsageError('the path of the output is empty; the current folder is "."')
-    source = local_path(source, "to convert it")
-    if is_regular(source):
-        raise SourceError("a single file is no checkpoint; give the folder", path=source)
+    source, target = folders(source, destination, "to convert it")
     with open_checkpoint(source) as checkpoint:
         _check_pair(checkpoint, to)
         warnings = (*_check_manifest(checkpoint.folder), *contradictions_in_words(checkpoint))
-        target = Path(destination)
         if to == "hf":
             from espalier_format.converters.to_hf import to_hf  # noqa: PLC0415 - only what is needed
 
-            report = to_hf(checkpoint, target, dtype=dtype or "source", force=force, resume=resume, progress=progress)
+            report = to_hf(checkpoint, target, dtype=chosen or "source", force=force, resume=resume, progress=progress)
         elif to == "espalier":
             from espalier_format.converters.exl3_to_espalier import exl3_to_espalier  # noqa: PLC0415
 
@@ -118,7 +118,8 @@ def _check_manifest(folder: CheckpointFolder) -> tuple[str, ...]:
 def _check_pair(checkpoint: Checkpoint, to: str) -> None:
     if checkpoint.format == "plain":
         only = "only Espalier and EXL3 checkpoints can be converted"
-        is_quantized = isinstance(checkpoint.config.get("quantization_config"), dict)
+        stated = stated_quantization(checkpoint.config)
+        is_quantized = stated is not None or quantized_tensor(checkpoint.tensors) is not None
         what = "not quantized in a format that this library reads" if is_quantized else "not quantized"
         how = "" if is_quantized else "; to quantize it: espalier-format quantize"
         raise SourceError(f"the checkpoint is {what}, and {only}{how}", path=checkpoint.folder.root)

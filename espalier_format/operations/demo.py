@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from espalier_format.container.names import MANIFEST_NAME
 from espalier_format.errors import OutputExistsError, WriteError
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.operations.inspect import inspect_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
@@ -70,10 +70,12 @@ def run_demo(keep: Path | None = None) -> Iterator[DemoStep]:
         _unpack(original)
         yield DemoStep("A checkpoint that exllamav3 wrote", ("inspect", ORIGINAL), inspect_checkpoint(original))
         to_espalier = ("convert", ORIGINAL, ESPALIER, "--to", "espalier", "--digests")
-        yield DemoStep("To Espalier", to_espalier, convert(original, espalier, to="espalier", digests=True))
+        yield DemoStep("To Espalier", to_espalier, convert_checkpoint(original, espalier, to="espalier", digests=True))
         yield DemoStep("What it holds now", ("inspect", ESPALIER), inspect_checkpoint(espalier))
         yield DemoStep("Is all of it right?", ("verify", ESPALIER, "--deep"), verify_checkpoint(espalier, deep=True))
-        yield DemoStep("And back", ("convert", ESPALIER, BACK, "--to", "exl3"), convert(espalier, back, to="exl3"))
+        yield DemoStep(
+            "And back", ("convert", ESPALIER, BACK, "--to", "exl3"), convert_checkpoint(espalier, back, to="exl3")
+        )
         yield DemoStep("Compare", ("sha256sum", f"{ORIGINAL}/*", f"{BACK}/*"), _compare(original, back))
 
 

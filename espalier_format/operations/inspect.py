@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.checkpoint.components import NOT_DECODER, Component, component_of
+from espalier_format.checkpoint.stated_quantization import stated_quantization
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.container.header import DTYPE_BITS
 from espalier_format.container.index import INDEX_NAME
@@ -67,8 +68,8 @@ def describe(checkpoint: Checkpoint, path: str, *, lone: bool = False) -> Inspec
     components = _components(checkpoint)
     decoder = _quantized(components, frozenset(Component) - NOT_DECODER)
     head = _quantized(components, frozenset({Component.HEAD}))
-    block = checkpoint.config.get("quantization_config")
-    stated = block if isinstance(block, Mapping) else {}
+    found = stated_quantization(checkpoint.config)
+    stated = {} if found is None else found.block
     quantization = checkpoint.quantization
     return InspectReport(
         path=path,
@@ -145,14 +146,13 @@ def _components(checkpoint: Checkpoint) -> tuple[ComponentReport, ...]:
 
 def _plain_tensors(checkpoint: Checkpoint) -> Iterator[TensorInfo]:
     """Yield the tensors that hold plain numbers: those of no quantized module, and the biases of all modules."""
-    plain = frozenset(checkpoint.plain)
     seen: set[str] = set()
     for shard in checkpoint.shards:
         for name, info in shard.header.tensors.items():
             module = name.removesuffix(".bias")
             is_bias = module != name and (module in checkpoint.modules or module in checkpoint.packed)
             # Copies of a tensor in a second shard are warned of and not counted.
-            if (is_bias or name in plain) and name not in seen:
+            if (is_bias or name in checkpoint.plain) and name not in seen:
                 seen.add(name)
                 yield info
 

@@ -23,6 +23,7 @@ from espalier_format.progress import NullProgress
 if TYPE_CHECKING:
     from espalier_format.checkpoint.base import Checkpoint
     from espalier_format.hub.signing import TrustedKey
+    from espalier_format.operations.compressed_tensors_findings import Contradictions
     from espalier_format.progress import Progress
     from espalier_format.schema.manifest import Manifest
 
@@ -74,13 +75,14 @@ def verify_checkpoint(
             what = f"has no {MANIFEST_NAME}" if checkpoint.format == "espalier" else f"is {checkpoint.format}"
             text = f"record needs an Espalier folder with a manifest, as convert writes it, and this one {what}"
             raise UsageError(text, path=location)
+        contradictions = _contradictions(checkpoint)
         checks = [
             passed("structure", structure_counts(checkpoint)),
             check_second_reader(checkpoint),
             check_index(checkpoint, folder),
             check_bits(checkpoint),
             check_scales(checkpoint, shown),
-            *_check_packed(checkpoint, shown, deep=deep),
+            *_check_packed(checkpoint, contradictions, shown, deep=deep),
             _check_manifest(folder, manifest, manifest_problem, shown),
             *_check_signature(location, folder, trusted),
         ]
@@ -93,7 +95,7 @@ def verify_checkpoint(
             if record and not recorded:
                 why = "nothing recorded" if any(c.findings for c in checks) else "nothing to record"
                 checks[-1] = replace(check, detail=f"{check.detail}; {why}")
-        warnings = [*checkpoint.warnings, *_packed_warnings(checkpoint)]
+        warnings = [*checkpoint.warnings, *(() if contradictions is None else contradictions.warnings)]
         if folder is not None and manifest is None and manifest_problem is None:
             warnings.append("there is no manifest, so file sizes and hashes could not be checked")
         if recorded and folder is not None and folder.has(SIGNATURE_NAME):
@@ -121,25 +123,25 @@ def _check_manifest(
     return check_files(folder, manifest, progress)
 
 
-def _check_packed(checkpoint: Checkpoint, progress: Progress, *, deep: bool) -> list[Check]:
+def _contradictions(checkpoint: Checkpoint) -> Contradictions | None:
     if checkpoint.format != "compressed-tensors":
-        return []
-    from espalier_format.operations.verify_packed import (  # noqa: PLC0415 - only what is needed
-        check_contradictions,
-        check_library,
-        check_packed,
+        return None
+    from espalier_format.operations.compressed_tensors_findings import (  # noqa: PLC0415 - only what is needed
+        find_contradictions,
     )
 
-    checks = [check_contradictions(checkpoint), check_packed(checkpoint, progress, deep=deep)]
+    return find_contradictions(checkpoint)
+
+
+def _check_packed(
+    checkpoint: Checkpoint, contradictions: Contradictions | None, progress: Progress, *, deep: bool
+) -> list[Check]:
+    if contradictions is None:
+        return []
+    from espalier_format.operations.verify_packed import check_library, check_packed  # noqa: PLC0415 - as above
+
+    checks = [contradictions.check(), check_packed(checkpoint, progress, deep=deep)]
     return [*checks, check_library(checkpoint, progress)] if deep else checks
-
-
-def _packed_warnings(checkpoint: Checkpoint) -> tuple[str, ...]:
-    if checkpoint.format != "compressed-tensors":
-        return ()
-    from espalier_format.operations.compressed_tensors_findings import find_contradictions  # noqa: PLC0415
-
-    return find_contradictions(checkpoint).warnings
 
 
 def _check_signature(location: Path, folder: CheckpointFolder | None, trusted: TrustedKey | None) -> list[Check]:

@@ -1,11 +1,10 @@
-"""Checks of a compressed-tensors checkpoint: config against tensors, and the values of each module."""
+"""Checks of the values of each module of a compressed-tensors checkpoint."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.errors import EspalierError, MalformedError
-from espalier_format.operations.compressed_tensors_findings import find_contradictions
 from espalier_format.operations.parallel import map_in_threads
 from espalier_format.operations.verify_report import Check, judged, skipped
 
@@ -16,12 +15,6 @@ if TYPE_CHECKING:
     from espalier_format.progress import Progress
 
 _BLOCK_BYTES: Final = 16 * 1024 * 1024
-
-
-def check_contradictions(checkpoint: Checkpoint) -> Check:
-    """Report each contradiction of config, index and tensors; its warnings are reported apart."""
-    found = find_contradictions(checkpoint)
-    return judged("groups", found.checked, list(found.findings))
 
 
 def check_packed(checkpoint: Checkpoint, progress: Progress, *, deep: bool) -> Check:

@@ -126,12 +126,13 @@ def _kernels(
     codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool, device_index: int
 ) -> tuple[Kernel, Kernel, bool]:
     """Return the kernels, and whether they may overlap with what stands before them."""
-    macros = _macros(codebook, groups, one_row, tiles, aligned)
+    macros = kernel_macros(codebook, groups, one_row, tiles, aligned)
     kernels = (load_kernel("matmul", symbol, macros, device_index) for symbol in _SYMBOLS)
     return *kernels, torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
-def _macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool) -> dict[str, int | str]:
+def kernel_macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool) -> dict[str, int | str]:
+    """Return how the kernels are specialised, for a plan's groups and tiles; ``aligned``: `Device.aligned_table`."""
     return {
         **codebook_macros(codebook),
         "GROUPS": groups,
@@ -146,8 +147,8 @@ def variants() -> Iterator[Variant]:
     """List how the kernels are compiled: every codebook for one row, and for a number of rows that changes."""
     for turn, codebook in enumerate(CODEBOOKS.values()):
         groups = (1, 2, 4, 8)[turn % 4]
-        yield Variant("matmul", _SYMBOLS, _macros(codebook, 1, True, 2, turn % 2 == 0))
-        yield Variant("matmul", _SYMBOLS, _macros(codebook, groups, False, 2, turn % 2 == 1))
+        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, 1, True, 2, turn % 2 == 0))
+        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, groups, False, 2, turn % 2 == 1))
 
 
 @lru_cache(maxsize=4096)

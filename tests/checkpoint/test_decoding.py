@@ -17,6 +17,7 @@ from builders import DEFAULT_BANKS, DEFAULT_MODULES, Draft, Exl3Module, Module, 
 
 from espalier_format.checkpoint import Checkpoint, open_checkpoint
 from espalier_format.codec.codebook import get_codebook
+from espalier_format.codec.dtype_names import DtypeName
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.errors import (
     DependencyError,
@@ -102,6 +103,19 @@ def test_narrow_dtypes_round_the_float32_value_again_only_at_ties(checkpoint: Ch
     difference = np.abs(narrow.view(np.int16).astype(int) - twice.view(np.int16).astype(int))
     assert difference.max() <= 1
     assert (difference != 0).mean() < 0.01
+
+
+@pytest.mark.parametrize(("short", "dtype"), [("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")])
+def test_short_names_of_dtypes(checkpoint: Checkpoint, short: DtypeName, dtype: DtypeName) -> None:
+    """Of quantized and plain weights, as arrays and as tensors; a name that is none is refused whatever is decoded."""
+    torch = pytest.importorskip("torch")
+    for name in ("lm_head", "model.embed_tokens.weight"):
+        found, expected = checkpoint.decode(name, short), checkpoint.decode(name, dtype)
+        assert found.dtype == expected.dtype
+        assert found.tobytes() == expected.tobytes()
+        assert checkpoint.decode(name, short, "cpu").dtype == getattr(torch, dtype)
+        with pytest.raises(UsageError, match="got bfloat"):
+            checkpoint.decode(name, "bfloat")  # type: ignore[call-overload]
 
 
 def cast_reference(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -6,10 +6,11 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from builders import INDEX, Draft, Tensor, espalier_draft, safetensors_bytes
+from builders import INDEX, Draft, Exl3Module, Tensor, espalier_draft, exl3_draft, safetensors_bytes
 
 import espalier_format
 from espalier_format.checkpoint import open_checkpoint
@@ -32,11 +33,40 @@ def plain() -> Draft:
     return Draft({"model_type": "llama"}, shards)
 
 
+def test_plain_tensors_are_a_mapping(tmp_path: Path, plain: Draft) -> None:
+    """Of every format: asking for one does not go through all."""
+    drafts = {
+        "espalier": espalier_draft(),
+        "exl3": exl3_draft([Exl3Module("lm_head", 128, 128, 1)], {"norm.weight": Tensor("F32", (4,), bytes(16))}),
+        "plain": plain,
+    }
+    for format_name, draft in drafts.items():
+        with open_checkpoint(draft.write(tmp_path / format_name)) as checkpoint:
+            assert checkpoint.format == format_name
+            assert isinstance(checkpoint.plain, Mapping)
+            assert checkpoint.plain
+            assert all(tensor.name == name for name, tensor in checkpoint.plain.items())
+
+
+@pytest.mark.parametrize(
+    ("draft", "expected"),
+    [
+        (exl3_draft([Exl3Module("lm_head", 128, 128, 1)]), True),
+        (espalier_draft(source={"format": "exl3"}), True),
+        (espalier_draft(source={"format": "huggingface"}), False),
+        (espalier_draft(), False),
+    ],
+)
+def test_was_exl3(draft: Draft, expected: bool, tmp_path: Path) -> None:
+    with open_checkpoint(draft.write(tmp_path)) as checkpoint:
+        assert checkpoint.was_exl3 is expected
+
+
 def test_a_plain_folder(tmp_path: Path, plain: Draft) -> None:
     plain.files["notes.txt"] = b"x"
     with open_checkpoint(str(plain.write(tmp_path))) as checkpoint:
         assert checkpoint.format == "plain"
-        assert checkpoint.plain == ("t1", "t2")
+        assert tuple(checkpoint.plain) == ("t1", "t2")
         assert dict(checkpoint.modules) == {}
         assert dict(checkpoint.expert_banks) == {}
         assert checkpoint.other_files == ("notes.txt",)
@@ -91,7 +121,7 @@ def test_a_lone_file_is_alone(tmp_path: Path, plain: Draft) -> None:
     plain.write(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with open_checkpoint(tmp_path / "model-00002-of-00002.safetensors") as checkpoint:
-        assert checkpoint.plain == ("t2",)
+        assert tuple(checkpoint.plain) == ("t2",)
         assert checkpoint.config == {}
 
 
@@ -100,7 +130,7 @@ def test_a_stale_index_is_a_warning(tmp_path: Path, plain: Draft) -> None:
     del plain.index["weight_map"]["t1"]
     with open_checkpoint(plain.write(tmp_path)) as checkpoint:
         assert "t1" in checkpoint.warnings[0]
-        assert checkpoint.plain == ("t1", "t2")
+        assert tuple(checkpoint.plain) == ("t1", "t2")
 
 
 def test_many_differences_are_one_line(tmp_path: Path, plain: Draft) -> None:

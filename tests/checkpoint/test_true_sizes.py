@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from espalier_format.checkpoint.text_sections import TEXT_PARTS
 from espalier_format.checkpoint.true_sizes import TrueSize, resolve_true_sizes, size_warnings
 from espalier_format.checkpoint.true_sizes.layouts import SYMBOLS
 from espalier_format.checkpoint.true_sizes.model_types import TEXT_MODELS, VISION_MODELS, WRAPPED_TEXT
@@ -248,9 +249,10 @@ def test_prefix_spellings(prefix: str) -> None:
     assert sizes[prefix + MODULE] == TrueSize(204, 360, "exact", "config.json of model_type llama: hidden -> ffn")
 
 
+@pytest.mark.parametrize("part", TEXT_PARTS)
 @pytest.mark.parametrize("head", ["lm_head", "language_model.lm_head", "model.language_model.lm_head"])
-def test_head_spellings_and_vocabulary_of_the_text_config(head: str) -> None:
-    config = {"model_type": "gemma3", "vocab_size": 77, "text_config": {"hidden_size": 204, "vocab_size": 1001}}
+def test_head_spellings_and_vocabulary_of_the_text_config(head: str, part: str) -> None:
+    config = {"model_type": "gemma3", "vocab_size": 77, part: {"hidden_size": 204, "vocab_size": 1001}}
     size = resolve_true_sizes(config, {head: (256, 1024)}, {})[head]
     assert (size.in_features, size.out_features, size.source) == (204, 1001, "exact")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from espalier_format.cli import main
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def run_process() -> Callable[..., Outcome]:
 def llama_espalier(llama_exl3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Convert the shipped checkpoint to Espalier, with digests. Not to be changed."""
     destination = tmp_path_factory.mktemp("cli") / "llama"
-    convert(llama_exl3, destination, to="espalier", digests=True)
+    convert_checkpoint(llama_exl3, destination, to="espalier", digests=True)
     return destination
 
 
@@ -75,5 +75,5 @@ def llama_espalier(llama_exl3: Path, tmp_path_factory: pytest.TempPathFactory) -
 def qmoe_espalier(qmoe_exl3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Convert the fixture with experts to Espalier. Not to be changed."""
     destination = tmp_path_factory.mktemp("cli") / "qmoe"
-    convert(qmoe_exl3, destination, to="espalier")
+    convert_checkpoint(qmoe_exl3, destination, to="espalier")
     return destination

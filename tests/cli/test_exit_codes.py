@@ -85,6 +85,16 @@ def test_bad_usage_is_2(run: Run, arguments: tuple[str, ...]) -> None:
     assert (outcome.code, code_of(outcome.err), outcome.out) == (2, "usage", "")
 
 
+def test_a_dtype_that_is_none_names_those_that_are(run: Run, llama_exl3: Path, tmp_path: Path) -> None:
+    wrong = run("convert", llama_exl3, tmp_path / "out", "--to", "hf", "--dtype", "int3")
+    assert "no such output dtype (expected source, bfloat16, float16, float32, got int3)" in wrong.err
+    assert "[source|bfloat16|float16|float32]" in run("convert", "--help").out
+    for number, dtype in enumerate(("bf16", "bfloat16")):
+        assert run("convert", llama_exl3, tmp_path / str(number), "--to", "hf", "--dtype", dtype).code == 0
+    first, second = (tmp_path / str(number) / "model.safetensors" for number in range(2))
+    assert first.read_bytes() == second.read_bytes()
+
+
 def test_usage_error_names_the_help(run: Run) -> None:
     assert "(see `espalier-format convert --help`)" in run("convert", "a").err
     assert "'gguf' is not one of 'espalier', 'exl3', 'hf'" in run("convert", "a", "b", "--to", "gguf").err

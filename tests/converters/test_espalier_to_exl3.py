@@ -40,7 +40,7 @@ from espalier_format.errors import (
     SourceError,
     UnexpectedTensorError,
 )
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 MANIFEST = "espalier_manifest.json"
 Q, K, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "lm_head"
@@ -60,7 +60,7 @@ BANK = Bank(
 
 
 def to_exl3(draft: Draft, work: Path) -> tuple[Path, tuple[str, ...]]:
-    report = convert(draft.write(work / "espalier"), work / "exl3", to="exl3")
+    report = convert_checkpoint(draft.write(work / "espalier"), work / "exl3", to="exl3")
     return work / "exl3", report.warnings
 
 
@@ -157,13 +157,13 @@ def test_documents_equal_those_of_exllamav3(qmoe_exl3: Path, llama_exl3: Path, t
     """Forget where a checkpoint came from: tensor_storage must come out as exllamav3 wrote it."""
     for source in (qmoe_exl3, llama_exl3):
         espalier, back = tmp_path / source.name, tmp_path / f"{source.name}-back"
-        convert(source, espalier, to="espalier")
+        convert_checkpoint(source, espalier, to="espalier")
         config = json.loads((espalier / "config.json").read_text())
         del config["quantization_config"]["source"]
         (espalier / "config.json").write_text(json.dumps(config))
         (espalier / "exl3_quantization_config.json").unlink()
         (espalier / "espalier_manifest.json").unlink()  # it tells that the two were changed
-        convert(espalier, back, to="exl3")
+        convert_checkpoint(espalier, back, to="exl3")
         original = json.loads((source / "quantization_config.json").read_text())
         document = json.loads((back / "quantization_config.json").read_text())
         assert document["tensor_storage"] == original["tensor_storage"]
@@ -233,8 +233,8 @@ def test_gate_and_up_of_different_width_are_a_warning(tmp_path: Path) -> None:
         for n in (0, 1)
         for name, bits in (("gate_proj", 2), ("up_proj", 3), ("down_proj", 4))
     ]
-    convert(exl3_draft(modules).write(tmp_path / "0"), tmp_path / "1", to="espalier")
-    report = convert(tmp_path / "1", tmp_path / "2", to="exl3")
+    convert_checkpoint(exl3_draft(modules).write(tmp_path / "0"), tmp_path / "1", to="espalier")
+    report = convert_checkpoint(tmp_path / "1", tmp_path / "2", to="exl3")
     assert len(report.warnings) == 1
     assert "model.layers.0.mlp.experts has gate_proj at 2 bits and up_proj at 3" in report.warnings[0]
 
@@ -277,7 +277,7 @@ def imported(work: Path, **options: Any) -> tuple[Path, Draft]:
     """An Espalier checkpoint from EXL3, and what its shards and config hold, to be changed and written again."""
     modules = [Exl3Module(*shape, **options) for shape in llama_modules()] + [Exl3Module(HEAD, 192, 90, 6)]
     source = exl3_draft(modules, num_shards=2, config=llama_config(tie_word_embeddings=True)).write(work / "original")
-    convert(source, work / "espalier", to="espalier")
+    convert_checkpoint(source, work / "espalier", to="espalier")
     shards, metadata = {}, {}
     for path in sorted((work / "espalier").glob("*.safetensors")):
         shards[path.name], stated = read_safetensors(path)
@@ -293,7 +293,7 @@ def test_removed_module_makes_the_documents_anew(tmp_path: Path) -> None:
     for kind in ("suh", "svh", "trellis"):
         del draft[f"{Q}.esp_{kind}"]
     del draft.block["modules"][Q]
-    report = convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+    report = convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     assert sorted(report.warnings) == [
         f"{INDEX} is made anew to describe the tensors",
         "quantization_config.json is made anew to describe the tensors",
@@ -317,7 +317,7 @@ def test_scales_that_are_no_signs_any_more_are_kept_in_full(tmp_path: Path) -> N
     values = draft[f"{Q}.esp_suh"].array().copy()
     values[5] *= 2
     draft[f"{Q}.esp_suh"] = Tensor.of(values, "F16")
-    report = convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+    report = convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     back = all_tensors(tmp_path / "back")
     assert back[f"{Q}.suh"].data == values.tobytes()
     assert f"{Q}.su" not in back
@@ -332,7 +332,7 @@ def test_config_edited_since_is_kept(tmp_path: Path) -> None:
     assert draft.config is not None
     assert draft.config["tie_word_embeddings"] is False
     draft.config |= {"max_position_embeddings": 7, "tie_word_embeddings": "edited"}
-    report = convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+    report = convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     original = json.loads((source / "config.json").read_text())
     assert config == {**original, "max_position_embeddings": 7, "tie_word_embeddings": "edited"}
@@ -342,7 +342,7 @@ def test_config_edited_since_is_kept(tmp_path: Path) -> None:
 def test_missing_carried_file_is_reported(tmp_path: Path) -> None:
     _, draft = imported(tmp_path)
     draft.files.clear()
-    report = convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+    report = convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     assert set(report.warnings) == {
         "quantization_config.json cannot be restored: exl3_quantization_config.json is missing",
         f"{INDEX} cannot be restored: exl3_{INDEX} is missing",
@@ -355,7 +355,7 @@ def test_missing_carried_file_is_reported(tmp_path: Path) -> None:
 def test_spoilt_carried_index_is_not_restored(content: bytes, tmp_path: Path) -> None:
     _, draft = imported(tmp_path)
     draft.files[f"exl3_{INDEX}"] = content
-    report = convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+    report = convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     assert report.warnings == (f"{INDEX} is made anew to describe the tensors",)
     weight_map = json.loads((tmp_path / "back" / INDEX).read_text())["weight_map"]
     assert set(weight_map) == set(all_tensors(tmp_path / "back"))
@@ -377,7 +377,7 @@ def test_what_exl3_cannot_have_had_is_not_restored(key: str, value: object, tmp_
     _, draft = imported(tmp_path)
     draft.block["source"][key] = value
     with pytest.raises(SchemaError, match=f"source.{key}"):
-        convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+        convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     assert not (tmp_path / "back").exists()
 
 
@@ -401,5 +401,5 @@ def test_carried_file_with_the_name_of_another_output_is_refused(name: str, tmp_
     _, draft = imported(tmp_path)
     draft.block["source"]["carried_files"] = {name: "exl3_quantization_config.json"}
     with pytest.raises(SchemaError, match="carried_files"):
-        convert(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
+        convert_checkpoint(draft.write(tmp_path / "changed"), tmp_path / "back", to="exl3")
     assert not (tmp_path / "back").exists()

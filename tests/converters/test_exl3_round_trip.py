@@ -22,14 +22,18 @@ from builders import INDEX, MARKERS, Draft, Exl3Module, Tensor, bf16, exl3_draft
 
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.converters.report import ConversionReport
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 MANIFEST = "espalier_manifest.json"
 
 
 def there_and_back(exl3: Path, work: Path) -> tuple[Path, Path, tuple[ConversionReport, ConversionReport]]:
     espalier, back = work / "espalier", work / "back"
-    return espalier, back, (convert(exl3, espalier, to="espalier"), convert(espalier, back, to="exl3"))
+    return (
+        espalier,
+        back,
+        (convert_checkpoint(exl3, espalier, to="espalier"), convert_checkpoint(espalier, back, to="exl3")),
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -381,7 +385,7 @@ def test_checkpoint_without_config_json(tmp_path: Path) -> None:
 
 def test_converting_twice_gives_the_same_bytes(qmoe_exl3: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        convert(qmoe_exl3, tmp_path / name, to="espalier")
+        convert_checkpoint(qmoe_exl3, tmp_path / name, to="espalier")
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two
     assert MANIFEST in one
@@ -391,8 +395,8 @@ def test_three_times_there_and_back(tmp_path: Path) -> None:
     source = llama_draft(llama(bias="F16", packed_su=True), num_shards=2).write(tmp_path / "0")
     for turn in range(3):
         shutil.rmtree(tmp_path / "espalier", ignore_errors=True)
-        convert(tmp_path / str(turn), tmp_path / "espalier", to="espalier")
-        convert(tmp_path / "espalier", tmp_path / str(turn + 1), to="exl3")
+        convert_checkpoint(tmp_path / str(turn), tmp_path / "espalier", to="espalier")
+        convert_checkpoint(tmp_path / "espalier", tmp_path / str(turn + 1), to="exl3")
     assert files(tmp_path / "3") == files(source)
 
 

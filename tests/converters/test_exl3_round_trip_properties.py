@@ -11,7 +11,7 @@ from builders import Draft, Exl3Module, Tensor, exl3_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 NAMES = [
     "model.layers.0.self_attn.q_proj",
@@ -73,8 +73,8 @@ def test_all_files_come_back(draft: Draft) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, espalier, back = (Path(folder) / name for name in ("source", "espalier", "back"))
         draft.write(source)
-        convert(source, espalier, to="espalier")
-        convert(espalier, back, to="exl3")
+        convert_checkpoint(source, espalier, to="espalier")
+        convert_checkpoint(espalier, back, to="exl3")
         assert files(back) == files(source)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from builders import INDEX, Draft, Exl3Module, Tensor, bf16, exl3_draft, llama_config, llama_modules, read_safetensors
 
-from espalier_format.checkpoint import open_checkpoint
+from espalier_format.checkpoint import Checkpoint, open_checkpoint
 from espalier_format.converters.exl3_listing import tensor_list_sha256
 from espalier_format.converters.exl3_to_espalier import exl3_to_espalier
 from espalier_format.errors import (
@@ -24,7 +25,7 @@ from espalier_format.errors import (
     UnexpectedTensorError,
     UsageError,
 )
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 MANIFEST = "espalier_manifest.json"
 K_PROJ = "model.layers.0.self_attn.k_proj"  # 192 x 64, stored as 256 x 128
@@ -38,7 +39,7 @@ def draft_with(modules: list[Exl3Module] | None = None, plain: dict[str, Tensor]
 
 def converted(draft: Draft, work: Path, **options: Any) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
     """Convert; return the folder, its quantization_config and the warnings."""
-    report = convert(draft.write(work / "exl3"), work / "espalier", to="espalier", **options)
+    report = convert_checkpoint(draft.write(work / "exl3"), work / "espalier", to="espalier", **options)
     config = json.loads((work / "espalier" / "config.json").read_text())
     return work / "espalier", config["quantization_config"], report.warnings
 
@@ -74,7 +75,7 @@ def test_config_of_a_llama(tmp_path: Path) -> None:
 
 
 def test_qmoe_sizes_banks_and_ignore(qmoe_exl3: Path, tmp_path: Path) -> None:
-    convert(qmoe_exl3, tmp_path / "out", to="espalier")
+    convert_checkpoint(qmoe_exl3, tmp_path / "out", to="espalier")
     block = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     bank = block["expert_banks"]["model.language_model.layers.2.mlp.experts"]
     assert bank["num_experts"] == 8
@@ -306,7 +307,7 @@ def test_embeddings_and_other_matrices_in_ignore(tmp_path: Path) -> None:
 
 
 def test_manifest_lists_every_file(llama_exl3: Path, tmp_path: Path) -> None:
-    report = convert(llama_exl3, tmp_path / "out", to="espalier")
+    report = convert_checkpoint(llama_exl3, tmp_path / "out", to="espalier")
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     on_disk = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert set(manifest["files"]) == set(on_disk) - {MANIFEST}
@@ -332,9 +333,30 @@ def test_manifest_and_signature_of_the_source_are_left_behind(tmp_path: Path) ->
     assert "README.md" not in json.loads((folder / MANIFEST).read_text())["files"]
 
 
+def test_decode_digests_are_computed_in_threads(
+    llama_exl3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at a time where there are two processors: each of the first two waits for the other."""
+    one = convert_checkpoint(llama_exl3, tmp_path / "one", to="espalier", digests=True)
+    real, both = Checkpoint.digest, threading.Barrier(2, timeout=20)
+    calls: list[str] = []
+
+    def digest(self: Checkpoint, name: str, device: str | None = None) -> str:
+        calls.append(name)
+        if len(calls) <= 2:
+            both.wait()
+        return real(self, name, device)
+
+    monkeypatch.setattr(Checkpoint, "digest", digest)
+    monkeypatch.setattr("espalier_format.converters.exl3_to_espalier.processors", lambda: 2)
+    two = convert_checkpoint(llama_exl3, tmp_path / "two", to="espalier", digests=True)
+    assert list(two.decode_digests.items()) == list(one.decode_digests.items())
+    assert sorted(calls) == sorted(one.decode_digests)
+
+
 def test_decode_digests_on_request(llama_exl3: Path, tmp_path: Path) -> None:
     """The digest itself is checked against another decoder in the tests of the kernels."""
-    report = convert(llama_exl3, tmp_path / "out", to="espalier", digests=True)
+    report = convert_checkpoint(llama_exl3, tmp_path / "out", to="espalier", digests=True)
     digests = json.loads((tmp_path / "out" / MANIFEST).read_text())["decode_digests"]
     with open_checkpoint(llama_exl3) as checkpoint:
         codes = checkpoint.codes("lm_head")
@@ -352,7 +374,7 @@ def test_non_finite_scale_writes_nothing(kind: str, value: float, tmp_path: Path
     draft[f"{K_PROJ}.{kind}"] = Tensor.of(values, "F16")
     source = draft.write(tmp_path / "exl3")
     with pytest.raises(NonFiniteScaleError, match=f"{K_PROJ}.{kind}"):
-        convert(source, tmp_path / "deep" / "out", to="espalier")
+        convert_checkpoint(source, tmp_path / "deep" / "out", to="espalier")
     assert not (tmp_path / "deep").exists()
 
 
@@ -360,15 +382,15 @@ def test_other_refusals_write_nothing(tmp_path: Path) -> None:
     draft = draft_with()
     draft[f"{K_PROJ}.mcg"] = Tensor("I32", (), b"\1\2\3\4")
     with pytest.raises(CodebookError):
-        convert(draft.write(tmp_path / "marker"), tmp_path / "out", to="espalier")
+        convert_checkpoint(draft.write(tmp_path / "marker"), tmp_path / "out", to="espalier")
     without = exl3_draft([], config=llama_config()).write(tmp_path / "none")
     with pytest.raises(SourceError, match="no quantized module"):
-        convert(without, tmp_path / "out", to="espalier")
+        convert_checkpoint(without, tmp_path / "out", to="espalier")
     draft = draft_with()
     draft["x.scale"] = Tensor.of(np.ones(1), "F16")
     draft[f"{K_PROJ}.scale"] = Tensor.of(np.ones(1), "F16")
     with pytest.raises(UnexpectedTensorError):
-        convert(draft.write(tmp_path / "scale"), tmp_path / "out", to="espalier")
+        convert_checkpoint(draft.write(tmp_path / "scale"), tmp_path / "out", to="espalier")
     assert not (tmp_path / "out").exists()
 
 
@@ -383,32 +405,33 @@ def test_block_that_would_be_too_deep_writes_nothing(tmp_path: Path) -> None:
     draft.block["deep"] = [deep]
     source = draft.write(tmp_path / "deeper")
     with pytest.raises(LimitError, match="nested"):
-        convert(source, tmp_path / "out", to="espalier")
+        convert_checkpoint(source, tmp_path / "out", to="espalier")
     assert not (tmp_path / "out").exists()
 
 
 def test_module_names_that_a_config_cannot_hold(tmp_path: Path) -> None:
     source = draft_with([Exl3Module("model..up_proj", 128, 128)]).write(tmp_path / "exl3")
-    with pytest.raises(SchemaError, match=r"model\.\.up_proj"):
-        convert(source, tmp_path / "out", to="espalier")
+    with pytest.raises(SchemaError, match=r"model\.\.up_proj: a config cannot hold the name of this module") as caught:
+        convert_checkpoint(source, tmp_path / "out", to="espalier")
+    assert caught.value.path == str(source / "model.safetensors")
     assert not (tmp_path / "out").exists()
 
 
 def test_destination_rules(tmp_path: Path) -> None:
     source = draft_with().write(tmp_path / "exl3")
     with pytest.raises(UsageError):
-        convert(source, source / "inside", to="espalier")
+        convert_checkpoint(source, source / "inside", to="espalier")
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("mine")
     for force in (False, True):
         with pytest.raises(OutputExistsError):
-            convert(source, out, to="espalier", force=force)
+            convert_checkpoint(source, out, to="espalier", force=force)
     assert [path.name for path in out.iterdir()] == ["precious"]
-    convert(source, tmp_path / "again", to="espalier")
+    convert_checkpoint(source, tmp_path / "again", to="espalier")
     with pytest.raises(OutputExistsError):
-        convert(source, tmp_path / "again", to="espalier")
-    convert(source, tmp_path / "again", to="espalier", force=True)
+        convert_checkpoint(source, tmp_path / "again", to="espalier")
+    convert_checkpoint(source, tmp_path / "again", to="espalier", force=True)
 
 
 def test_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +451,7 @@ def test_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytes
             pass
 
     with pytest.raises(StopError):
-        convert(source, tmp_path / "out", to="espalier", progress=Impatient())
+        convert_checkpoint(source, tmp_path / "out", to="espalier", progress=Impatient())
     assert not (tmp_path / "out").exists()
 
 
@@ -446,7 +469,7 @@ def test_progress_adds_up(tmp_path: Path) -> None:
         def finish(self) -> None:
             events.append(("finish", 0))
 
-    convert(source, tmp_path / "out", to="espalier", progress=Recorder())
+    convert_checkpoint(source, tmp_path / "out", to="espalier", progress=Recorder())
     assert events[0][0] == "converting"
     assert events[-1][0] == "finish"
     assert sum(count for event, count in events if event == "advance") == events[0][1]
@@ -454,13 +477,13 @@ def test_progress_adds_up(tmp_path: Path) -> None:
 
 def test_single_file_and_wrong_format(qmoe_exl3: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="folder"):
-        convert(qmoe_exl3 / "model.safetensors", tmp_path / "out", to="espalier")
+        convert_checkpoint(qmoe_exl3 / "model.safetensors", tmp_path / "out", to="espalier")
     with (
         open_checkpoint(qmoe_exl3 / "model.safetensors") as lone,
         pytest.raises(SourceError, match="single file"),
     ):
         exl3_to_espalier(lone, tmp_path / "out")
-    convert(qmoe_exl3, tmp_path / "espalier", to="espalier")
+    convert_checkpoint(qmoe_exl3, tmp_path / "espalier", to="espalier")
     with open_checkpoint(tmp_path / "espalier") as espalier, pytest.raises(SourceError, match="espalier"):
         exl3_to_espalier(espalier, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -469,8 +492,8 @@ def test_single_file_and_wrong_format(qmoe_exl3: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("projection", ["", "x\x01"])
 def test_schema_error_for_experts_whose_names_a_config_cannot_hold(projection: str, tmp_path: Path) -> None:
     draft = draft_with([Exl3Module(f"m.experts.0.{projection}", 128, 128)])
-    with pytest.raises(SchemaError, match="modules"):
-        convert(draft.write(tmp_path / "source"), tmp_path / "out", to="espalier")
+    with pytest.raises(SchemaError, match="a config cannot hold the name"):
+        convert_checkpoint(draft.write(tmp_path / "source"), tmp_path / "out", to="espalier")
     assert not (tmp_path / "out").exists()
 
 

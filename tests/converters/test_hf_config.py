@@ -29,6 +29,7 @@ def test_source_dtype_is_what_config_states(config: dict[str, object], dtype: st
 def test_named_dtype_does_not_ask_config() -> None:
     config = {"dtype": "float8_e4m3fn"}
     assert [target_dtype(config, choice) for choice in ("bf16", "fp16", "fp32")] == ["BF16", "F16", "F32"]
+    assert [target_dtype(config, choice) for choice in ("bfloat16", "float16", "float32")] == ["BF16", "F16", "F32"]
     with pytest.raises(SourceError, match="float8_e4m3fn"):
         target_dtype(config, "source")
     with pytest.raises(UsageError, match="fp8"):
@@ -52,6 +53,15 @@ def test_quantization_goes_and_the_rest_keeps_its_order() -> None:
     assert result["text_config"] == {"dtype": "float16", "tie_word_embeddings": True}
     assert result["tie_word_embeddings"] is True
     assert "quantization_config" in CONFIG
+
+
+def test_quantization_goes_from_wherever_a_loader_looks() -> None:
+    block = {"quant_method": "compressed-tensors"}
+    places = {"quantization_config": block, "compression_config": block}
+    config = {**places, "text_config": {**places, "a": 1}, "llm_config": dict(places), "vision_config": {"b": 2}}
+    result = hf_config(config, explicit_dtype=None, has_head=False)
+    assert result == {"text_config": {"a": 1}, "llm_config": {}, "vision_config": {"b": 2}}
+    assert config["compression_config"] is block
 
 
 def test_head_unties_at_both_levels() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from espalier_format.checkpoint.text_sections import TEXT_PARTS
 from espalier_format.converters.espalier_block import is_embedding_name
 from espalier_format.converters.hf_layout import plan_hf_layout, refuse_inexpressible
 from espalier_format.converters.hf_tensors import HfLayout, HfTensor, Stored, StoredModule
@@ -109,11 +110,12 @@ def test_phi3_projections_are_joined() -> None:
     assert parts(gate_up) == [[[f"{layer}.mlp.gate_proj"], [f"{layer}.mlp.up_proj"]]]
 
 
-def test_text_part_of_a_multimodal_model_has_its_own_layout() -> None:
+@pytest.mark.parametrize("part", TEXT_PARTS)
+def test_text_part_of_a_multimodal_model_has_its_own_layout(part: str) -> None:
     parts = [f"self_attn.{part}_proj" for part in "qkv"]
     modules = {f"language_model.model.layers.0.{part}": StoredModule(64, 64) for part in parts}
     vision = {f"vision_tower.vision_model.encoder.layers.0.{part}": StoredModule(64, 64) for part in parts}
-    layout = plan({"model_type": "llava", "text_config": {"model_type": "phi3"}}, modules | vision)
+    layout = plan({"model_type": "llava", part: {"model_type": "phi3"}}, modules | vision)
     joined = "language_model.model.layers.0.self_attn.qkv_proj.weight"
     assert by_name(layout).keys() == {joined, *(f"{name}.weight" for name in vision)}
     assert layout.warnings == ()
@@ -290,7 +292,7 @@ def test_unknown_architecture_keeps_names_and_says_so() -> None:
     assert "no model type" in plan({}, {}).warnings[0]
 
 
-BAKED = [
+BAKED: list[tuple[dict[str, object], str, str]] = [
     ({"model_type": "laguna"}, "model.layers.1.mlp.experts.0.up_proj", "laguna.*1/128"),
     (
         {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
@@ -310,6 +312,15 @@ BAKED = [
         "attention_value_scale",
     ),
 ]
+
+
+BAKED += [
+    ({"model_type": "x", part: nested}, module, complaint)
+    for nested, module, complaint in BAKED
+    for part in TEXT_PARTS
+    if "text_config" not in nested
+]
+"""The language model of a model of several modalities is described under any of these keys."""
 
 
 @pytest.mark.parametrize(("config", "module", "complaint"), BAKED)

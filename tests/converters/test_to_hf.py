@@ -24,7 +24,7 @@ from espalier_format.converters import hf_stream
 from espalier_format.converters.to_hf import to_hf
 from espalier_format.errors import OutputExistsError
 from espalier_format.kernels import reference
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,9 +135,9 @@ def test_espalier_gives_the_same_bytes_as_the_exl3_it_came_from(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     source: Path = request.getfixturevalue(name)
-    convert(source, tmp_path / "espalier", to="espalier")
-    convert(source, tmp_path / "direct", to="hf", dtype="source")
-    report = convert(tmp_path / "espalier", tmp_path / "round", to="hf", dtype="source")
+    convert_checkpoint(source, tmp_path / "espalier", to="espalier")
+    convert_checkpoint(source, tmp_path / "direct", to="hf", dtype="source")
+    report = convert_checkpoint(tmp_path / "espalier", tmp_path / "round", to="hf", dtype="source")
     direct = {path.name: path.read_bytes() for path in (tmp_path / "direct").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "round").iterdir()} == direct
     assert report.files == tuple(sorted(direct))
@@ -231,8 +231,8 @@ class Blocker:
         if name.split(".")[0] in ("torch", "transformers", "numba"):
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocker())
-from espalier_format.operations.convert import convert
-print(convert(sys.argv[1], sys.argv[2], to="hf", dtype="bf16").modules)
+from espalier_format.operations.convert import convert_checkpoint
+print(convert_checkpoint(sys.argv[1], sys.argv[2], to="hf", dtype="bf16").modules)
 """
 
 

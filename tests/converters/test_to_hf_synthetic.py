@@ -238,6 +238,21 @@ def test_unknown_size_error_for_values_beyond_the_stated_size(kind: str, tmp_pat
     assert error.tensor == name
 
 
+@pytest.mark.parametrize("kinds", [("svh", "bias"), ("bias", "svh")])
+def test_unknown_size_error_of_several_modules_is_about_the_first(kinds: tuple[str, str], tmp_path: Path) -> None:
+    """The reason is that of the module that is named, not of another."""
+    names = [f"model.layers.{layer}.self_attn.k_proj" for layer in range(2)]
+    draft = exl3_draft([Exl3Module(name, 192, 64, bias="F16") for name in names], config=CONFIG)
+    for name, kind in zip(names, kinds, strict=True):
+        for part in ("svh", "bias"):
+            values = draft[f"{name}.{part}"].array().copy()
+            values[64:] = 0
+            values[65] = part == kind
+            draft[f"{name}.{part}"] = Tensor.of(values, "F16")
+    error = refused(draft, tmp_path, UnknownSizeError, f"the {kinds[0]} of {names[0]} is not zero .* of 1 more")
+    assert error.tensor == names[0]
+
+
 def test_unknown_size_error_where_plain_tensors_contradict_config_json(tmp_path: Path) -> None:
     draft = exl3_draft(MODULES, config=CONFIG)
     assert draft.config is not None

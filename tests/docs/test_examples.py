@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import espalier_format
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIBRARY = ROOT / "docs" / "library.md"
@@ -72,7 +72,7 @@ def test_docstrings(name: str) -> None:
 
 
 def test_the_readme(llama_exl3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(llama_exl3, tmp_path / "espalier", to="espalier")
+    convert_checkpoint(llama_exl3, tmp_path / "espalier", to="espalier")
     blocks = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert blocks
     for block in blocks:

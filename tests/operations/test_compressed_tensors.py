@@ -13,11 +13,12 @@ import torch
 from builders import Draft, Tensor, bf16
 from compressed_tensors_cases import args, compress, one_module
 
-from espalier_format.checkpoint import open_checkpoint
+from espalier_format.checkpoint import Checkpoint, open_checkpoint
 from espalier_format.checkpoint.packed_module import PackedModule
 from espalier_format.cli import main
 from espalier_format.converters import compressed_tensors_library as library
 from espalier_format.errors import EspalierError
+from espalier_format.operations import compressed_tensors_findings
 from espalier_format.operations.inspect import inspect_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
@@ -155,6 +156,21 @@ def test_inspect_and_verify_report_the_same(name: str, tmp_path: Path) -> None:
         assert [(finding.code, str(finding)) for finding in report.findings] == [(code, shown[0])]
         assert report.exit_code == 1
     assert main(["verify", str(source)]) == (0 if code is None else 1)
+
+
+def test_verify_looks_for_contradictions_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares every name with every pattern, which takes a while with thirty thousand experts."""
+    calls: list[Checkpoint] = []
+    real = compressed_tensors_findings.find_contradictions
+
+    def find(checkpoint: Checkpoint) -> compressed_tensors_findings.Contradictions:
+        calls.append(checkpoint)
+        return real(checkpoint)
+
+    monkeypatch.setattr(compressed_tensors_findings, "find_contradictions", find)
+    report = verify_checkpoint(_draft().write(tmp_path))
+    assert (report.exit_code, len(calls)) == (0, 1)
+    assert [check.name for check in report.checks].count("groups") == 1
 
 
 def test_inspect_shows_components_bits_and_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

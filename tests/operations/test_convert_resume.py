@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from builders import Exl3Module, Tensor, exl3_draft, llama_config, llama_modules
 from convert_cases import PAIRS, SHARD_BYTES, content, exl3_source, make_source, run_conversion
-from quantize_cases import dense_draft, fake_encode_module, fake_sample_error
+from quantize_cases import dense_draft, fake_encode_module, fake_sample_errors
 
+from espalier_format.container import staging
 from espalier_format.errors import OutputExistsError, ScaleOverflowError, UsageError, WriteError
-from espalier_format.operations.convert import convert
-from espalier_format.operations.quantize import quantize
+from espalier_format.operations.convert import convert_checkpoint
+from espalier_format.operations.quantize import quantize_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 from espalier_format.progress import NullProgress
 
@@ -165,9 +166,9 @@ def source(pair: str, tmp_path: Path) -> Path:
     return make_source(pair, tmp_path / "m")
 
 
-def _interrupt(pair: str, source: Path, out: Path, stop: int = 150_000) -> None:
+def _interrupt(pair: str, source: Path, out: Path, stop: int = 150_000, **options: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_conversion(pair, source, out, progress=_Stopping(stop, KeyboardInterrupt()))
+        run_conversion(pair, source, out, progress=_Stopping(stop, KeyboardInterrupt()), **options)
     assert not (out / "config.json").exists()
 
 
@@ -245,9 +246,9 @@ def test_another_source_is_refused(change: Callable[[Path], None], tmp_path: Pat
     kept = _staged(out)
     change(source)
     with pytest.raises(UsageError, match=r"was begun with another source; --force begins anew$"):
-        convert(source, out, to="espalier", resume=True)
+        convert_checkpoint(source, out, to="espalier", resume=True)
     assert _staged(out) == kept  # nothing was lost by trying
-    assert convert(source, out, to="espalier", force=True).resumed == 0
+    assert convert_checkpoint(source, out, to="espalier", force=True).resumed == 0
     assert verify_checkpoint(out, deep=True).exit_code == 0
 
 
@@ -257,17 +258,24 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="begun with another dtype;"):
         run_conversion("exl3 to hf", source, out, resume=True, dtype="fp32")
     with pytest.raises(UsageError, match="begun with another shard size;"):
-        convert(source, out, to="hf", resume=True)
+        convert_checkpoint(source, out, to="hf", resume=True)
     with pytest.raises(UsageError, match="begun with another dtype and another format and another shard size;"):
-        convert(source, out, to="espalier", resume=True)
+        convert_checkpoint(source, out, to="espalier", resume=True)
     assert run_conversion("exl3 to hf", source, out, resume=True) > 0
+
+
+@pytest.mark.parametrize("names", [("bf16", "bfloat16"), ("bfloat16", "bf16")])
+def test_another_spelling_of_an_option_is_the_same(names: tuple[Any, Any], tmp_path: Path) -> None:
+    source, out = exl3_source(tmp_path / "m"), tmp_path / "out"
+    _interrupt("exl3 to hf", source, out, dtype=names[0])
+    assert run_conversion("exl3 to hf", source, out, resume=True, dtype=names[1]) > 0
 
 
 def test_another_command_does_not_go_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = exl3_source(tmp_path / "m")
     _interrupt(PAIRS[0], source, tmp_path / "a")
     with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
-        quantize(source, tmp_path / "a", bits=2, resume=True)
+        quantize_checkpoint(source, tmp_path / "a", bits=2, resume=True)
     assert run_conversion(PAIRS[0], source, tmp_path / "a", resume=True) > 0
 
     def encode(*arguments: Any, **options: Any) -> Any:
@@ -276,14 +284,14 @@ def test_another_command_does_not_go_on_with_it(tmp_path: Path, monkeypatch: pyt
         return fake_encode_module(*arguments, **options)
 
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", encode)
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_error", fake_sample_error)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
     plain = dense_draft().write(tmp_path / "plain")
     with pytest.raises(KeyboardInterrupt):
-        quantize(plain, tmp_path / "b", bits=2)
+        quantize_checkpoint(plain, tmp_path / "b", bits=2)
     with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
-        convert(source, tmp_path / "b", to="espalier", resume=True)
+        convert_checkpoint(source, tmp_path / "b", to="espalier", resume=True)
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    assert quantize(plain, tmp_path / "b", bits=2, resume=True).resumed > 0
+    assert quantize_checkpoint(plain, tmp_path / "b", bits=2, resume=True).resumed > 0
 
 
 def test_spoilt_files_are_written_again(pair: str, source: Path, tmp_path: Path) -> None:
@@ -303,7 +311,7 @@ def test_spoilt_files_are_written_again(pair: str, source: Path, tmp_path: Path)
 @pytest.mark.parametrize("cut", [1, 30, 100_000])
 def test_a_journal_that_was_cut_short(cut: int, tmp_path: Path) -> None:
     source, out = exl3_source(tmp_path / "m"), tmp_path / "out"
-    convert(source, tmp_path / "whole", to="espalier")
+    convert_checkpoint(source, tmp_path / "whole", to="espalier")
     _interrupt(PAIRS[0], source, out, 200_000)
     kept = len(_staged(out))
     journal = out / ".espalier-in-progress" / "work" / "finished.jsonl"
@@ -311,9 +319,9 @@ def test_a_journal_that_was_cut_short(cut: int, tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     again = _Stopping(size - 100, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):  # what is appended now must not be lost behind half a line
-        convert(source, out, to="espalier", resume=True, progress=again)
+        convert_checkpoint(source, out, to="espalier", resume=True, progress=again)
     assert len(_staged(out)) >= kept
-    assert convert(source, out, to="espalier", resume=True).resumed >= kept
+    assert convert_checkpoint(source, out, to="espalier", resume=True).resumed >= kept
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -346,13 +354,62 @@ def test_a_full_disk_loses_nothing(pair: str, source: Path, tmp_path: Path, monk
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_the_message_of_a_full_disk_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, pieces: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_the_message_of_a_full_disk_says_what_is_kept(
+    finished: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that fails is none of the finished ones, and without any there is nothing to go on with."""
+    modules = [Exl3Module(name, inputs, outputs, 2) for name, inputs, outputs in llama_modules()]
+    source = exl3_draft(modules, num_shards=4, config=llama_config()).write(tmp_path / "m")
+    real, opened = os.open, list[str]()
 
-    monkeypatch.setattr(os, "writev", full)
-    with pytest.raises(WriteError, match="No space left on device; what is finished is kept, and --resume goes on"):
-        convert(exl3_source(tmp_path / "m"), tmp_path / "out", to="espalier")
+    def full(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path).endswith(".partial") and flags & os.O_EXCL and f"{os.sep}files{os.sep}" in str(path):
+            opened.append(str(path))
+            if len(opened) > finished:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(WriteError, match="No space left on device; ") as caught:
+        convert_checkpoint(source, tmp_path / "out", to="espalier")
+    kept = "what is finished is kept, and --resume goes on from there"
+    assert (kept in str(caught.value)) is bool(finished)
+    assert ("what was written has been removed" in str(caught.value)) is not bool(finished)
+    assert (tmp_path / "out").exists() is bool(finished)
+    monkeypatch.setattr(os, "open", real)
+    assert convert_checkpoint(source, tmp_path / "out", to="espalier", resume=True).resumed == finished
+
+
+def test_the_message_of_a_commit_that_fails_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files are finished then, and none has to be written again."""
+    source = exl3_source(tmp_path / "m")
+    real = staging._move
+
+    def fails(old: Path, new: Path) -> None:
+        if new.name == "config.json":
+            raise OSError(errno.EIO, "Input/output error")
+        real(old, new)
+
+    monkeypatch.setattr(staging, "_move", fails)
+    with pytest.raises(WriteError, match="Input/output error; what is finished is kept, and --resume goes on"):
+        convert_checkpoint(source, tmp_path / "out", to="espalier")
+    monkeypatch.setattr(staging, "_move", real)
+    assert convert_checkpoint(source, tmp_path / "out", to="espalier", resume=True).resumed > 0
+
+
+def test_an_output_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
+    def full(path: Path, *rest: Any, **more: Any) -> None:
+        if path.name == "files":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *rest, **more)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(WriteError, match="No space left on device; what was written has been removed"):
+        convert_checkpoint(exl3_source(tmp_path / "m"), tmp_path / "out", to="espalier")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_source_that_cannot_be_converted_leaves_nothing(tmp_path: Path) -> None:
@@ -377,15 +434,15 @@ def test_a_source_that_cannot_be_converted_leaves_nothing(tmp_path: Path) -> Non
 
 def test_an_old_output_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
     source, out = exl3_source(tmp_path / "m"), tmp_path / "out"
-    convert(source, out, to="hf", dtype="fp32")
+    convert_checkpoint(source, out, to="hf", dtype="fp32")
     before = content(out)
     with pytest.raises(KeyboardInterrupt):
-        convert(source, out, to="espalier", force=True, progress=_Stopping(150_000, KeyboardInterrupt()))
+        convert_checkpoint(source, out, to="espalier", force=True, progress=_Stopping(150_000, KeyboardInterrupt()))
     assert content(out) == before
     with pytest.raises(OutputExistsError, match="--force"):
-        convert(source, out, to="espalier", resume=True)
-    assert convert(source, out, to="espalier", force=True, resume=True).resumed > 0
-    convert(source, tmp_path / "whole", to="espalier")
+        convert_checkpoint(source, out, to="espalier", resume=True)
+    assert convert_checkpoint(source, out, to="espalier", force=True, resume=True).resumed > 0
+    convert_checkpoint(source, tmp_path / "whole", to="espalier")
     assert content(out) == content(tmp_path / "whole")
 
 
@@ -427,7 +484,7 @@ def test_nothing_is_changed_through_a_link(name: str, job: bool, dangling: bool,
     place.symlink_to(elsewhere)
     before = _tree(tmp_path)
     with pytest.raises(OutputExistsError, match="is a link, and not ours; move it away"):
-        convert(source, out, to="espalier", resume=True)
+        convert_checkpoint(source, out, to="espalier", resume=True)
     assert _tree(tmp_path) == before
 
 
@@ -441,30 +498,30 @@ def test_what_is_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
         (work / name).mkdir()
     before = _tree(tmp_path)
     with pytest.raises(OutputExistsError, match=r"is (no folder|not a regular file), and not ours; move it away"):
-        convert(source, out, to="espalier", resume=True)
+        convert_checkpoint(source, out, to="espalier", resume=True)
     assert _tree(tmp_path) == before
 
 
 def test_a_folder_in_the_place_of_a_finished_file_is_refused(tmp_path: Path) -> None:
     source, out, work = _unfinished(tmp_path)
-    convert(source, tmp_path / "whole", to="espalier")
+    convert_checkpoint(source, tmp_path / "whole", to="espalier")
     place = next((work / "files").iterdir())
     place.unlink()
     place.mkdir()
     (place / "data").write_text("theirs")
     before = _tree(out)
     with pytest.raises(OutputExistsError, match=r"\.partial: is a folder, and not ours; move it away$"):
-        convert(source, out, to="espalier", resume=True)
+        convert_checkpoint(source, out, to="espalier", resume=True)
     assert _tree(out) == before
     place.rename(tmp_path / "away")  # what the message asks for is enough
-    assert convert(source, out, to="espalier", resume=True).resumed > 0
+    assert convert_checkpoint(source, out, to="espalier", resume=True).resumed > 0
     assert content(out) == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["link", "second name"])
 def test_a_finished_file_that_is_elsewhere_too_is_written_again(kind: str, tmp_path: Path) -> None:
     source, out, work = _unfinished(tmp_path)
-    convert(source, tmp_path / "whole", to="espalier")
+    convert_checkpoint(source, tmp_path / "whole", to="espalier")
     files = list((work / "files").iterdir())
     elsewhere = tmp_path / "elsewhere"
     if kind == "link":
@@ -473,7 +530,7 @@ def test_a_finished_file_that_is_elsewhere_too_is_written_again(kind: str, tmp_p
     else:
         elsewhere.hardlink_to(files[0])
     data = elsewhere.read_bytes()
-    assert convert(source, out, to="espalier", resume=True).resumed == len(files) - 1
+    assert convert_checkpoint(source, out, to="espalier", resume=True).resumed == len(files) - 1
     assert content(out) == content(tmp_path / "whole")
     assert elsewhere.read_bytes() == data
     assert elsewhere.stat().st_nlink == 1
@@ -485,7 +542,7 @@ def test_a_journal_with_a_second_name_is_not_appended_to(tmp_path: Path) -> None
     elsewhere = tmp_path / "elsewhere"
     elsewhere.hardlink_to(work / "finished.jsonl")
     data = elsewhere.read_bytes()
-    assert convert(source, out, to="espalier", resume=True).resumed > 0
+    assert convert_checkpoint(source, out, to="espalier", resume=True).resumed > 0
     assert elsewhere.read_bytes() == data
 
 
@@ -495,15 +552,15 @@ def test_a_job_that_is_no_json_of_ours_is_another_one(text: str, tmp_path: Path)
     (work / "job.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     before = _tree(out)
     with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
-        convert(source, out, to="espalier", resume=True)
+        convert_checkpoint(source, out, to="espalier", resume=True)
     assert _tree(out) == before
 
 
 def test_a_journal_line_of_any_depth_ends_the_journal(tmp_path: Path) -> None:
     source, out, work = _unfinished(tmp_path)
-    convert(source, tmp_path / "whole", to="espalier")
+    convert_checkpoint(source, tmp_path / "whole", to="espalier")
     kept = len(_staged(out))
     with (work / "finished.jsonl").open("a") as journal:
         journal.write("[" * 100_000 + "\n")
-    assert convert(source, out, to="espalier", resume=True).resumed == kept
+    assert convert_checkpoint(source, out, to="espalier", resume=True).resumed == kept
     assert content(out) == content(tmp_path / "whole")

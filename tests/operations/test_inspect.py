@@ -16,7 +16,7 @@ from builders import DEFAULT_BANKS, DEFAULT_MODULES, Exl3Module, Module, average
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.checkpoint.bits import average_bits_of
 from espalier_format.errors import MissingFileError, SourceError
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.operations.inspect import inspect_checkpoint
 from espalier_format.operations.inspect_report import ComponentReport, InspectReport, Storage
 from espalier_format.operations.module_groups import groups_of_config, groups_of_modules
@@ -52,7 +52,7 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qmoe_espalier(qmoe_exl3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Convert the fixture with experts, vision and MTP."""
     destination = tmp_path_factory.mktemp("inspect") / "qmoe"
-    convert(qmoe_exl3, destination, to="espalier")
+    convert_checkpoint(qmoe_exl3, destination, to="espalier")
     return destination
 
 
@@ -165,7 +165,7 @@ def test_unknown_sizes_are_named(tmp_path: Path) -> None:
     assert set(report.padded_modules) == {"mystery.widget", "mystery.gadget"}
     assert report.warnings
     back = tmp_path / "espalier"
-    convert(folder, back, to="espalier")
+    convert_checkpoint(folder, back, to="espalier")
     assert set(inspect_checkpoint(back).padded_modules) == {"mystery.widget", "mystery.gadget"}
 
 

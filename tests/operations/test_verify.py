@@ -18,7 +18,7 @@ from builders import Exl3Module, Tensor, espalier_draft, exl3_draft
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.errors import MissingFileError, UsageError, WriteError
 from espalier_format.kernels.reference import decode_codes
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ ALL_CHECKS = ["structure", "safetensors", "index", "bits", "scales", "manifest",
 def converted(llama_exl3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Convert the shipped checkpoint, with digests; tests copy it before they spoil it."""
     destination = tmp_path_factory.mktemp("verify") / "espalier"
-    convert(llama_exl3, destination, to="espalier", digests=True)
+    convert_checkpoint(llama_exl3, destination, to="espalier", digests=True)
     return destination
 
 
@@ -308,7 +308,7 @@ def test_stale_index_of_an_exl3_checkpoint(tmp_path: Path) -> None:
 
 
 def test_output_of_the_way_back_has_a_manifest(converted: Path, tmp_path: Path) -> None:
-    convert(converted, tmp_path / "exl3", to="exl3")
+    convert_checkpoint(converted, tmp_path / "exl3", to="exl3")
     assert outcomes(verify_checkpoint(tmp_path / "exl3"))["manifest"] == "passed"
 
 

@@ -12,9 +12,6 @@ import torch
 import espalier_format as ef
 from espalier_format.checkpoint import Component, PackedModule, TensorRef
 from espalier_format.converters.report import ConversionReport
-from espalier_format.operations.convert import convert
-from espalier_format.operations.quantize import quantize
-from espalier_format.operations.verify import verify_checkpoint
 from espalier_format.planning import PlannedBank, PlannedModule, RankPlan, TensorSpec
 from espalier_format.quantize.report import QuantizeReport
 from espalier_format.runtimes.tensor_parallel import ModuleSlice
@@ -57,11 +54,14 @@ def allocate(config: dict[str, Any]) -> int:
 
 def make(source: Path, destination: Path) -> int:
     try:
-        assert_type(convert(source, destination, to="hf", dtype="bf16", resume=True), ConversionReport)
-        assert_type(quantize(source, destination, bits=2.5), QuantizeReport)
+        assert_type(
+            ef.convert_checkpoint(source, destination, to="hf", dtype="bfloat16", resume=True), ConversionReport
+        )
+        assert_type(ef.convert_checkpoint(source, destination, to="hf", dtype="bf16", force=True), ConversionReport)
+        assert_type(ef.quantize_checkpoint(source, destination, bits=2.5), QuantizeReport)
     except ef.errors.RefusedError as error:
         assert_type(error.code, str)
         assert_type(error.exit_code, int)
     except ef.EspalierError:
         raise
-    return verify_checkpoint(destination, deep=True).exit_code
+    return ef.verify_checkpoint(destination, deep=True).exit_code

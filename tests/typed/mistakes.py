@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import espalier_format as ef
-from espalier_format.operations.convert import convert
+from espalier_format.operations.convert import convert_checkpoint
 
-convert("a", "b", to="gguf")  # error: arg-type
+convert_checkpoint("a", "b", to="gguf")  # error: arg-type
 checkpoint = ef.open_checkpoint("a")
 checkpoint.format = "exl3"  # error: misc
 checkpoint.decode("m", "int8")  # error: call-overload

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from espalier_format.checkpoint.text_sections import text_section
 from espalier_format.checkpoint.true_sizes.layouts import SYMBOLS
 from espalier_format.checkpoint.true_sizes.model_types import TEXT_MODELS, VISION_MODELS, WRAPPED_TEXT, ModelType
+from espalier_format.codec.rotation import EXL3_BLOCK, padded
 
 _INDEX: Final = re.compile(r"\.[0-9]+(?=\.)")
 _TEXT: Final = re.compile(r"(?:(?:model|language_model|text_model)\.)*(?:mtp\.)?layers\.\*\.(.+)")
@@ -105,7 +107,7 @@ def _ask(rule: Callable[[], tuple[tuple[int, int], str]], stored: tuple[int, int
 
 def _checked(true: tuple[int, int], how: str, stored: tuple[int, int]) -> TrueSize:
     """Accept ``true`` only if it rounds up to ``stored``."""
-    if min(true) < 1 or tuple(-(-size // 128) * 128 for size in true) != stored:
+    if min(true) < 1 or tuple(padded(size, EXL3_BLOCK) for size in true) != stored:
         contradiction = f"{how} says {true[0]} x {true[1]}, which does not round up to {stored[0]} x {stored[1]}"
         return TrueSize(*stored, source="padded", how=contradiction)
     return TrueSize(*true, source="exact", how=how)
@@ -117,8 +119,7 @@ class _Architecture:
     def __init__(self, config: Mapping[str, object], plain_shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._is_empty = not config
         wrapper = config.get("model_type")
-        nested = config.get("text_config")
-        self._text = nested if isinstance(nested, dict) else config
+        self._text = text_section(config)
         vision = config.get("vision_config")
         self._vision: Mapping[str, object] = vision if isinstance(vision, dict) else {}
         named = self._text.get("model_type")

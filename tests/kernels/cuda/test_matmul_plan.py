@@ -18,8 +18,8 @@ from espalier_format.codec.rotation import BLOCKS, padded
 from espalier_format.errors import UsageError
 
 pytest.importorskip("torch")
-from espalier_format.kernels.cuda.compiler import ARCHITECTURES, compile_text, kernel_source
-from espalier_format.kernels.cuda.macros import codebook_macros
+from espalier_format.kernels.cuda import matmul
+from espalier_format.kernels.cuda.compiler import compile_text, kernel_source
 from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, Plan, _divide, candidates, make_plan
 
 H200 = Device(multiprocessors=132, shared_bytes=232448)
@@ -129,21 +129,6 @@ def test_large_weights() -> None:
         make_plan(codebook, 128, 128, 8, 2**28 + 2**10, 1, Device(multiprocessors=132, shared_bytes=232448))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_compiles_for_every_architecture(architecture: str) -> None:
-    macros = {
-        **codebook_macros(get_codebook("int5@2.5")),
-        "GROUPS": 1,
-        "ONE_ROW": 1,
-        "TILES": 2,
-        "TABLE_ALIGNED": 0,
-        "THREADS": 512,
-    }
-    cubin, remarks = compile_text(kernel_source("matmul"), "matmul", macros, architecture)
-    assert b"matmul" in cubin
-    assert "error" not in remarks
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CODEBOOKS))
 def test_compiles_for_every_codebook(name: str) -> None:
@@ -151,11 +136,7 @@ def test_compiles_for_every_codebook(name: str) -> None:
     codebook = get_codebook(name)
     rows = 1 + 9 * list(CODEBOOKS).index(name) % 64
     plan = make_plan(codebook, 128, 128, 256, 256, rows, H200)
-    macros = {
-        **codebook_macros(codebook),
-        "GROUPS": plan.groups,
-        "ONE_ROW": int(rows == 1),
-        "TILES": plan.tiles,
-        "TABLE_ALIGNED": 1,
-    }
-    assert b"matmul" in compile_text(kernel_source("matmul"), "matmul", macros, "sm_90")[0]
+    macros = matmul.kernel_macros(codebook, plan.groups, rows == 1, plan.tiles, aligned=True)
+    cubin, remarks = compile_text(kernel_source("matmul"), "matmul", macros, "sm_90")
+    assert b"matmul" in cubin
+    assert remarks == ""
