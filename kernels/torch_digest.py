@@ -21,7 +21,7 @@ _BLOCK_WEIGHTS: Final = 1 << 24
 """Weights that are decoded and brought to the host at a time: 32 MiB of words."""
 
 
-def decode_digest(trellis: NDArray[Any], codebook: Codebook | str, device: str) -> str:
+def decode_digest(trellis: NDArray[Any], codebook: Codebook | str, device: str | torch.device) -> str:
     """Return what `espalier_format.kernels.digest.decode_digest` does, decoded on `device` and hashed by the CPU.
 
     ``trellis`` is int16 (in_p/16, out_p/16, W) in host memory. Memory on the device and the host is bounded: a block of

@@ -166,7 +166,7 @@ class Checkpoint:
         module = self.module(name)
         return decode_codes(module.trellis.array(), module.codebook)
 
-    def digest(self, name: str, device: str | None = None) -> str:
+    def digest(self, name: str, device: str | torch.device | None = None) -> str:
         """Return a module's decode digest, in hexadecimal (``spec/manifest.md`` §4); memory stays bounded.
 
         It is decoded by numpy or, with ``device``, e.g. "cuda", by torch on that device.

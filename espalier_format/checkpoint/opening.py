@@ -42,7 +42,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     location = Path(path)
     if str(path) == "":
         raise UsageError('the path of the checkpoint is empty; the current folder is "."')
-    return _open_file(location) if is_regular(location) else open_folder(CheckpointFolder.open(location))
+    return _open_file(location) if is_regular(location) else open_folder(CheckpointFolder(location))
 
 
 def open_folder(folder: CheckpointFolder) -> Checkpoint:
@@ -69,7 +69,7 @@ def open_folder(folder: CheckpointFolder) -> Checkpoint:
 def _open_file(path: Path) -> Checkpoint:
     if path.suffix != SHARD_SUFFIX:
         raise SourceError(f"neither a folder nor a {SHARD_SUFFIX} file", path=path)
-    return _open_other(CheckpointFolder.open(path.parent), None, (Shard(path),), lone=True)
+    return _open_other(CheckpointFolder(path.parent), None, (Shard(path),), lone=True)
 
 
 def _open_other(

@@ -89,11 +89,6 @@ class CheckpointFolder:
         """Whether a writer was killed here, or is at work: what is there may be a part of its output."""
         return os.path.lexists(self._real / PROGRESS_NAME)
 
-    @classmethod
-    def open(cls, path: str | Path) -> CheckpointFolder:
-        """Return the folder at `path`; errors as the constructor."""
-        return cls(path)
-
     def __repr__(self) -> str:
         return f"<CheckpointFolder {self.root}>"
 

@@ -86,7 +86,7 @@ def upload_checkpoint(
     address = replace(target, revision=None if chosen.revision == DEFAULT_BRANCH else chosen.revision)
     if not path.is_dir():
         raise SourceError("is not a folder; a checkpoint is published whole", path=path)
-    folder = CheckpointFolder.open(path)
+    folder = CheckpointFolder(path)
     if folder.cached:
         text = "is in huggingface_hub's cache, whose files must stay as they are; download it with --local-dir instead"
         raise UsageError(text, path=path)

@@ -61,7 +61,7 @@ def verify_checkpoint(
         raise UsageError("record needs deep: the digests come from decoding every module")
     location = Path(path)
     shown = NullProgress() if progress is None else progress
-    folder = None if is_regular(location) else CheckpointFolder.open(location)
+    folder = None if is_regular(location) else CheckpointFolder(location)
     manifest, manifest_problem = _manifest(folder)
     try:
         checkpoint = open_checkpoint(location)

@@ -145,7 +145,7 @@ def _checked(config: str | Path | Mapping[str, Any] | QuantizationConfig) -> Qua
     path: Path | None = None
     if not isinstance(config, Mapping):
         _check_path(config)
-        folder = CheckpointFolder.open(Path(config))
+        folder = CheckpointFolder(Path(config))
         path = folder.root / CONFIG_NAME
         config = folder.read_json_object(CONFIG_NAME)
     block = config if "quant_method" in config else config.get(_BLOCK)

@@ -17,7 +17,7 @@ from espalier_format.schema.manifest import BaseModelReference
 
 @pytest.fixture(scope="module")
 def facts(made: Path) -> CardFacts:
-    manifest = read_manifest(CheckpointFolder.open(made))
+    manifest = read_manifest(CheckpointFolder(made))
     assert manifest is not None
     return CardFacts("org/llama", inspect_checkpoint(made), manifest, "org/base", "apache-2.0")
 
@@ -98,7 +98,7 @@ def test_line_ends_stay(facts: CardFacts) -> None:
 
 
 def test_what_is_not_known_is_not_written(made: Path) -> None:
-    manifest = read_manifest(CheckpointFolder.open(made))
+    manifest = read_manifest(CheckpointFolder(made))
     assert manifest is not None
     report = inspect_checkpoint(made)
     card, warnings = write_card(None, CardFacts("org/llama", report, manifest))

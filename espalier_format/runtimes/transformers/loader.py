@@ -55,5 +55,5 @@ def load(path: str | Path, *, model_class: Any = AutoModelForCausalLM, **kwargs:
 
 def _says_espalier(folder: Path) -> bool:
     """Tell whether config.json names the format: transformers asks the quantizer then, which checks everything."""
-    block = (read_config(CheckpointFolder.open(folder)) or {}).get("quantization_config")
+    block = (read_config(CheckpointFolder(folder)) or {}).get("quantization_config")
     return isinstance(block, dict) and block.get("quant_method") == QUANT_METHOD
