@@ -140,7 +140,7 @@ def verify(
 
 
 @app.command(short_help="Convert EXL3 to Espalier and back, or to plain weights.")
-def convert_checkpoint(
+def convert(
     source: Source,
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
     *,

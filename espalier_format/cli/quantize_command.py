@@ -33,7 +33,7 @@ class SearchBackend(StrEnum):
 
 
 @app.command(short_help="Quantize plain weights, or quantize again, at any average width.")
-def quantize_checkpoint(
+def quantize(
     source: Source,
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; new or empty.")],
     *,

@@ -60,8 +60,8 @@ def convert_checkpoint(
     >>> from importlib.resources import files
     >>> source = str(files("espalier_format") / "demo_data" / "llama-3.0-mcg")
     >>> with tempfile.TemporaryDirectory() as scratch:
-    ...     there = convert(source, f"{scratch}/espalier", to="espalier")
-    ...     back = convert(f"{scratch}/espalier", f"{scratch}/exl3", to="exl3")
+    ...     there = convert_checkpoint(source, f"{scratch}/espalier", to="espalier")
+    ...     back = convert_checkpoint(f"{scratch}/espalier", f"{scratch}/exl3", to="exl3")
     ...     same = Path(scratch, "exl3", "model.safetensors").read_bytes() == Path(
     ...         source, "model.safetensors"
     ...     ).read_bytes()

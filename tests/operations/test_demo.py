@@ -38,7 +38,7 @@ def test_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_difference_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte that changes on the way, a file that gets lost, and one that appears."""
-    genuine = demo.convert
+    genuine = demo.convert_checkpoint
 
     def spoil(source: Path, destination: Path, **more: object) -> object:
         report = genuine(source, destination, **more)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_difference_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             (destination / "new.json").write_text("{}")
         return report
 
-    monkeypatch.setattr(demo, "convert", spoil)
+    monkeypatch.setattr(demo, "convert_checkpoint", spoil)
     compared = list(run_demo(tmp_path / "kept"))[-1].result
     assert isinstance(compared, tuple)
     assert {file.name for file in compared if not file.identical} == {"model.safetensors", "tokenizer.json", "new.json"}
