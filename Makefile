@@ -50,6 +50,7 @@ test-transformers: $(OLDEST)/.installed
 
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -W default tests/runtimes/vllm tests/runtimes/test_vllm_layers.py \
+	  tests/runtimes/test_vllm_loaded_names.py \
 	  tests/runtimes/test_tensor_parallel.py
 
 capabilities: $(VENV)/.installed-test
