@@ -183,7 +183,7 @@ def _check(
     inputs, exact = _inputs(scheme, weight, scale, shape, packed=packed)
     _check_scale(scheme, scale, outputs, inputs)
     if shape is not None and not _is_shape(shape):
-        raise _error(DtypeError, "weight_shape must be two I64 or I32 numbers", shape, "I64 [2]", _form(shape))
+        raise _error(DtypeError, "weight_shape must be two I64 or I32 numbers", shape, "I64 or I32 [2]", _form(shape))
     if packed and shape is None:
         raise _error(MissingTensorError, "the module has no weight_shape", weight)
     packing = None

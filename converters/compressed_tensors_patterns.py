@@ -87,30 +87,35 @@ class _Expression:
 
     @classmethod
     def parse(cls, entry: str, where: str, clock: _Clock) -> _Expression:
+        started = perf_counter()
         text = entry[len(_PREFIX) :]
         if len(text) > _MAX_LENGTH:
             raise LimitError(f"{where} has an expression that is too long", path=clock.path, expected=_MAX_LENGTH)
         try:
             choice = parse(text)
             pattern = re.compile(text)
+            literal = required_literal(choice)
+            lengths = range(_LEAST_MATCHED, _LONGEST_MATCHED + 1)
+            fitting = bisect_right(lengths, _MOST_STEPS, key=lambda length: most_steps(choice, length))
+            steps = most_steps(choice, lengths[max(fitting - 1, 0)])
         except NotUnderstoodError as error:
             message = f"{where}: the expression {text[:80]!a} has what is not supported: {error}"
             raise SourceError(message, path=clock.path) from error
         except (re.error, OverflowError, RecursionError) as error:
             raise SchemaError(f"{where}: {text[:80]!a} is no valid expression: {error}", path=clock.path) from error
-        lengths = range(_LONGEST_MATCHED + 1)
-        longest = bisect_right(lengths, _MOST_STEPS, key=lambda length: most_steps(choice, length)) - 1
-        if longest < _LEAST_MATCHED:
+        if fitting == 0:
             raise SourceError(f"{where}: the expression {text[:80]!a} may take too long to match", path=clock.path)
-        batch = max(1, min(_BATCH, _BATCH_STEPS // most_steps(choice, longest)))
-        return cls(entry, pattern, clock, required_literal(choice), longest, batch)
+        clock.add(perf_counter() - started)
+        return cls(entry, pattern, clock, literal, lengths[fitting - 1], max(1, min(_BATCH, _BATCH_STEPS // steps)))
 
     def matching(self, names: Sequence[str]) -> set[str]:
         """Return those of ``names`` that begin with a match."""
         candidates = [name for name in names if self.literal in name] if self.literal else names
-        if self.longest < _LONGEST_MATCHED and any(len(name) > self.longest for name in candidates):
+        long = [name for name in candidates if len(name) > self.longest] if self.longest < _LONGEST_MATCHED else []
+        if long:
             message = f"{self.clock.where}: the expression {self.entry[:80]!a} may take too long on a long name"
-            raise SourceError(message, path=self.clock.path, expected=f"{self.longest} characters")
+            expected = f"names of at most {self.longest} characters"
+            raise SourceError(message, path=self.clock.path, expected=expected, got=long[0])
         found: set[str] = set()
         for start in range(0, len(candidates), self.batch):
             started = perf_counter()
@@ -139,7 +144,7 @@ class Names:
 
         Raises:
             SchemaError: it is no list of strings, or an expression is not valid.
-            SourceError: an expression may take too long.
+            SourceError: an expression may take too long, or has what is not supported.
             LimitError: there are too many entries, or one is too long.
         """
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):

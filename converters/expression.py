@@ -8,8 +8,8 @@ it cannot be stopped. `parse` makes a tree of an expression; `expression_steps` 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
 
 # Sets of characters are the bits of a number: ASCII, and one bit for all others together.
 OTHERS: Final = 1 << 128
@@ -24,6 +24,7 @@ class Character:
     """The set that it is one of, or a set that holds that one."""
     literal: str = ""
     """The character, where there is only one."""
+    can_be_empty: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Place:
     before: int
     """The characters that may come next, unless the text ends here."""
     looked_for: Choice | None = None
+    can_be_empty: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Repeat:
     item: Item
     least: int
     most: int | None
+    can_be_empty: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "can_be_empty", self.least == 0 or self.item.can_be_empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,11 @@ class Choice:
     """A group, or the whole: one of its branches, each a sequence of items."""
 
     branches: tuple[tuple[Item, ...], ...]
+    can_be_empty: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        empty = any(all(item.can_be_empty for item in branch) for branch in self.branches)
+        object.__setattr__(self, "can_be_empty", empty)
 
 
 Item = Character | Place | Repeat | Choice
@@ -99,16 +110,21 @@ _COUNT: Final = re.compile(r"\{(?!\})([0-9]*)(,?)([0-9]*)\}")
 _SIGNS: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _GROUP: Final = re.compile(r"\(\?(?::|>|P<\w+>)|\((?!\?)")
 _LOOK: Final = re.compile(r"\(\?(?:=|!|<=|<!)")
+_FLAGS: Final = re.compile(r"\(\?([ims]+)\)")
+_ANY_CASE: Final = "(?i:"
 
 
 class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
-        self._any_case = False
+        self._any_case = self._any_line = False
 
     def whole(self) -> Choice:
-        self._any_case = self._take("(?i)")
+        flags = _FLAGS.match(self._pattern)
+        if flags is not None:
+            self._at = flags.end()
+            self._any_case, self._any_line = "i" in flags[1], "s" in flags[1]
         choice = self._choice()
         if self._at < len(self._pattern):
             raise re.error("a bracket that was not opened", self._pattern, self._at)
@@ -157,10 +173,13 @@ class _Parser:
             begin = kind.match(self._pattern, self._at)
             if begin is not None:
                 self._at = begin.end()
-                choice = self._choice()
-                if not self._take(")"):
-                    raise re.error("a bracket that is not closed", self._pattern, self._at)
+                choice = self._group()
                 return choice if kind is _GROUP else Place(ANYTHING, choice)
+        if self._take(_ANY_CASE):
+            before, self._any_case = self._any_case, True
+            choice = self._group()
+            self._any_case = before
+            return choice
         character = self._next()
         if character == "(":
             raise NotUnderstoodError(f"a group that begins with {self._pattern[self._at - 1 : self._at + 3]!r}")
@@ -169,10 +188,16 @@ class _Parser:
         if character == "\\":
             return self._escaped()
         if character == ".":
-            return Character(ANYTHING & ~bits("\n"))
+            return Character(ANYTHING if self._any_line else ANYTHING & ~bits("\n"))
         if character in "^$":
             return Place(bits("\n") if character == "$" else ANYTHING)
         return self._one(character)
+
+    def _group(self) -> Choice:
+        choice = self._choice()
+        if not self._take(")"):
+            raise re.error("a bracket that is not closed", self._pattern, self._at)
+        return choice
 
     def _one(self, character: str) -> Character:
         if self._any_case:

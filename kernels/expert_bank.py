@@ -193,7 +193,7 @@ def expert_bank(
     have), DependencyError on a CUDA device without cuda-core and, from the torch path, ScaleOverflowError.
     """
     bank = operand.bank
-    if operand.plain:
+    if len(operand.plain):  # not its truth: of an empty mapping behind a proxy, torch.compile takes that for true
         check_routing(x, expert_ids, expert_weights, bank)
         return expert_bank_fallback(x, expert_ids, expert_weights, bank, operand.plain)
     result: torch.Tensor = torch.ops.espalier_format.expert_bank(

@@ -7,7 +7,7 @@ CUDA kernels, a few tiles in registers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from espalier_format.codec.codebook import Codebook
 from espalier_format.codec.rotation import padded
@@ -48,6 +48,7 @@ class LinearOperand:
     svh: torch.Tensor
     """float16 (out_p,), finite."""
     codebook: Codebook
+    """Itself, not its name: `get_codebook` finds it."""
     rotation_in: int
     """Rotation block of the input side: 0, 32, 64, 128 or 256."""
     rotation_out: int
@@ -60,16 +61,17 @@ class LinearOperand:
     """float32, float16 or bfloat16 (out_features,)."""
 
     def __post_init__(self) -> None:
-        _check_tensor("the trellis", self.trellis)
-        _check_tensor("suh", self.suh)
-        _check_tensor("svh", self.svh)
-        if self.bias is not None:
-            _check_tensor("the bias", self.bias)
-        _check_codebook(self.codebook)
-        _check_integer("rotation_in", self.rotation_in)
-        _check_integer("rotation_out", self.rotation_out)
-        _check_integer("in_features", self.in_features)
-        _check_integer("out_features", self.out_features)
+        given: Any = self  # whatever the annotations say
+        if not (
+            isinstance(given.trellis, torch.Tensor)
+            and isinstance(given.suh, torch.Tensor)
+            and isinstance(given.svh, torch.Tensor)
+            and (given.bias is None or isinstance(given.bias, torch.Tensor))
+            and isinstance(given.codebook, Codebook)
+            and type(given.rotation_in) is type(given.rotation_out) is int
+            and type(given.in_features) is type(given.out_features) is int
+        ):
+            self._name_the_wrong_type()  # apart, since every product comes through here
         _check_dtype("the trellis", self.trellis, (torch.int16,))
         check_trellis_shape(tuple(self.trellis.shape), self.codebook)
         padded_in, padded_out = self.padded_size
@@ -80,6 +82,18 @@ class LinearOperand:
         self._check_vector("svh", self.svh, padded_out, (torch.float16,))
         if self.bias is not None:
             self._check_vector("the bias", self.bias, self.out_features, FLOATS)
+
+    def _name_the_wrong_type(self) -> None:
+        _check_tensor("the trellis", self.trellis)
+        _check_tensor("suh", self.suh)
+        _check_tensor("svh", self.svh)
+        if self.bias is not None:
+            _check_tensor("the bias", self.bias)
+        _check_codebook(self.codebook)
+        _check_integer("rotation_in", self.rotation_in)
+        _check_integer("rotation_out", self.rotation_out)
+        _check_integer("in_features", self.in_features)
+        _check_integer("out_features", self.out_features)
 
     @property
     def padded_size(self) -> tuple[int, int]:

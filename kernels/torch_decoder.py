@@ -21,7 +21,6 @@ from espalier_format.codec.rotation import kronecker_factors, padded
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import (
-    DependencyError,
     DtypeError,
     NonFiniteScaleError,
     ScaleOverflowError,
@@ -29,13 +28,11 @@ from espalier_format.errors import (
     UsageError,
 )
 from espalier_format.kernels.operands import check_blocks, check_trellis_shape, check_true_size, padded_size
-from espalier_format.kernels.torch_dtypes import TORCH_DTYPES
 from espalier_format.kernels.windows import places, window_starts
 
-try:
-    import torch
-except ImportError as error:
-    raise DependencyError("decoding to a device needs torch: pip install torch") from error
+# torch_dtypes first: it says what to install where torch is missing.
+from espalier_format.kernels.torch_dtypes import TORCH_DTYPES  # isort: skip
+import torch
 
 
 class Tolerance(NamedTuple):

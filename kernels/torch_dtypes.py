@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-import torch
-
 from espalier_format.codec.rounding import OutputDtype
+from espalier_format.errors import DependencyError
+
+try:
+    import torch
+except ImportError as error:
+    raise DependencyError("decoding to a device needs torch: pip install torch") from error
 
 OUTPUT_DTYPES: Final[Mapping[torch.dtype, OutputDtype]] = MappingProxyType(
     {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

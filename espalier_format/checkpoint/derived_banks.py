@@ -33,8 +33,10 @@ def derive_banks(
 
     A projection belongs to the bank when every expert from 0 to the highest of any projection has it,
     quantized or as a plain ``.weight``, all with the same sizes and, if quantized, the same form, in at most 36
-    codebooks. The experts of a projection that does not qualify are modules of their own.
+    codebooks, and none has a number that is spelled in another way, as in ``experts.07``. The experts of a projection
+    that does not qualify are modules of their own.
     """
+    odd = {parts for name in (*modules, *plain_shapes) if (parts := _oddly_numbered(name.removesuffix(".weight")))}
     quantized: dict[str, dict[str, dict[int, str]]] = {}
     for name in modules:
         found = _expert(name)
@@ -55,7 +57,7 @@ def derive_banks(
         views = {}
         for projection, experts in projections.items():
             shapes = beside.get(projection, {})
-            if _is_uniform(experts, shapes, modules, highest + 1):
+            if (bank, projection) not in odd and _is_uniform(experts, shapes, modules, highest + 1):
                 views[projection] = tuple(experts.get(expert) for expert in range(highest + 1))
         if views:
             banks[bank] = ExpertBankView(bank, highest + 1, views)
@@ -72,6 +74,13 @@ def _expert(name: str) -> tuple[str, int, str] | None:
         return None  # a config cannot hold such a name
     canonical = number.isascii() and number.isdigit() and (number == "0" or number[0] != "0")
     return (bank, int(number), projection) if canonical and len(number) <= _LONGEST_NUMBER else None
+
+
+def _oddly_numbered(name: str) -> tuple[str, str] | None:
+    """Return bank and projection of an expert whose number `_expert` does not take: a config cannot have it beside."""
+    parts = name.rsplit(".", 2)
+    odd = len(parts) == 3 and parts[1].isdigit() and _expert(name) is None
+    return (parts[0], parts[2]) if odd else None
 
 
 def _is_uniform(

@@ -34,8 +34,9 @@ def open_plain(
     stated = stated_quantization(config)
     found = None if stated is not None else quantized_tensor(tensors)
     if stated is not None:
-        method = str(stated.method)[:40]
-        warnings.append(f"quant_method {method!r} is not read; the tensors are listed as they are stored")
+        method = "no quant_method" if stated.method is None else f"quant_method {str(stated.method)[:40]!r}"
+        text = f"{stated.place} states {method}, which is not read; the tensors are listed as they are stored"
+        warnings.append(text)
     if found is not None:
         text = f"{found.weight} is quantized, to judge by {found.scales}, in a way that is not read"
         warnings.append(f"{text}; the tensors are listed as they are stored")

@@ -90,18 +90,20 @@ def conformance(
     level 3 multiplies. Modules of the current folder are found. The decoder runs in a process of its own: one that ends
     it shows nothing. spec/conformance.md says with what each kind is called.
     """
+    from espalier_format.codec.dtype_names import parse_dtype  # noqa: PLC0415
+
+    dtypes = tuple(parse_dtype(name) for name in dtype or ())
     if write is not None:
         if decoder or kind or level or report:
             raise UsageError("--write writes the kit and tries nothing: give no decoder with it")
         return _write(write, as_json=as_json)
     if not decoder:
         raise UsageError("give a decoder (--decoder module:function --kind codes), or --write DIR")
-    from espalier_format.codec.dtype_names import parse_dtype  # noqa: PLC0415
     from espalier_format.conformance.apart import Request, run_apart  # noqa: PLC0415
     from espalier_format.conformance.suite import Options  # noqa: PLC0415
 
     options = Options(
-        dtypes=tuple(parse_dtype(name) for name in dtype) if dtype else Options().dtypes,
+        dtypes=dtypes or Options().dtypes,
         exact=exact,
         readers=("espalier", "exl3", "plain") if exl3 else ("espalier",),
         only=tuple(only or ()),

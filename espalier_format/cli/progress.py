@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,9 @@ SHORT_PAUSE: Final = 10.0
 
 LONG_PAUSE: Final = 60.0
 """Seconds between two lines of a job that takes long: a night is then some hundred lines of a log."""
+
+_MARKS: Final = 4
+"""The time left follows from the pace since so many lines ago."""
 
 _LONG_JOB: Final = 600.0  # seconds after which a job takes long
 
@@ -71,12 +75,15 @@ class ProgressLines:
         self._label = ""
         self._total = self._done = 0
         self._started = self._shown = 0.0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=_MARKS)
         self._open = True
 
     def start(self, total_bytes: int, label: str) -> None:
         """Begin with a new job."""
         self._label, self._total, self._done = label, total_bytes, 0
         self._started = self._shown = self._clock()
+        self._marks.clear()
+        self._marks.append((self._started, 0))
 
     def advance(self, n_bytes: int) -> None:
         """Count on, and write a line if it is time for one."""
@@ -86,17 +93,21 @@ class ProgressLines:
         pause = self._pause if elapsed < _LONG_JOB else max(self._pause, LONG_PAUSE)
         if self._open and now - self._shown >= pause:
             self._shown = now
-            self._write(self._line(elapsed))
+            self._write(self._line(now))
+            self._marks.append((now, self._done))
 
     def finish(self) -> None:
         """Write nothing; the report that follows says what was done."""
 
-    def _line(self, elapsed: float) -> str:
+    def _line(self, now: float) -> str:
         done, total = self._done, self._total
         percent = 100 * done // total if total else 100
-        line = f"{self._label}: {percent} %, {size(done)} of {size(total)}, {duration(elapsed)} so far"
-        # As if the rest went at the average pace of what is done.
-        return line if not done else f"{line}, about {duration(elapsed * max(total - done, 0) / done)} left"
+        line = f"{self._label}: {percent} %, {size(done)} of {size(total)}, {duration(now - self._started)} so far"
+        # As if the rest went at the pace since a line before the last: what was there already may have gone faster.
+        since, before = self._marks[0]
+        if done == before:
+            return line
+        return f"{line}, about {duration((now - since) * max(total - done, 0) / (done - before))} left"
 
     def _write(self, line: str) -> None:
         try:

@@ -133,7 +133,7 @@ class Codebook:
 
 
 def get_codebook(name: Codebook | str) -> Codebook:
-    """Return the codebook of that name; one that is given as such is returned as it is.
+    """Return the codebook of that name; one of `CODEBOOKS` that is given as such is returned as it is.
 
     Raises CodebookError for everything that is not in `CODEBOOKS`.
 
@@ -141,12 +141,13 @@ def get_codebook(name: Codebook | str) -> Codebook:
     >>> codebook.family, codebook.bits, codebook.halfwords_per_tile, codebook.multiplier_hex
     ('e2m1', 1.5, 24, '0x467B7AF9')
     """
-    if isinstance(name, Codebook):
-        return name
+    wanted = name.name if isinstance(name, Codebook) else name
     try:
-        codebook = CODEBOOKS.get(name)
+        codebook = CODEBOOKS.get(wanted)
     except TypeError:  # something that has no hash
         codebook = None
+    if codebook is not None and codebook is not name and isinstance(name, Codebook) and codebook != name:
+        raise CodebookError(f"this codebook differs from the {codebook.name} of this format version")
     if codebook is None:
         raise CodebookError(f"unknown codebook {name!r}; this format version knows {len(CODEBOOKS)}, e.g. 'e2m1@2'")
     return codebook

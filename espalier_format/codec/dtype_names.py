@@ -41,7 +41,7 @@ def parse_choice(name: str) -> OutputDtype | Literal["source"]:
 
 
 def _find(name: str, expected: tuple[str, ...]) -> OutputDtype:
-    dtype = _NAMED.get(name)
-    if dtype is None:
-        raise UsageError("no such output dtype", expected=", ".join(expected), got=name)
-    return dtype
+    try:
+        return _NAMED[name]
+    except (KeyError, TypeError):  # the latter for what has no hash
+        raise UsageError("no such output dtype", expected=", ".join(expected), got=str(name)) from None

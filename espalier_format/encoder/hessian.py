@@ -9,8 +9,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier_format.container.folder import CheckpointFolder
+from espalier_format.container.folder import CheckpointFolder, check_name
 from espalier_format.container.header import TensorInfo
+from espalier_format.container.regular_file import refusal
 from espalier_format.container.shard import Shard
 from espalier_format.errors import DtypeError, MissingFileError, MissingTensorError, ShapeError, SourceError
 
@@ -32,21 +33,25 @@ class Hessian:
 def find_hessian(folder: Path, module: str) -> Path | None:
     """Return the file ``<folder>/<module>.safetensors``, or None where there is none.
 
-    Names come from a checkpoint: none leads out of the folder, nor does a link in it (`CheckpointFolder.resolve`).
+    Names come from a checkpoint: none leads out of the folder. What is in the folder comes from the user: links are
+    followed, wherever they lead.
 
     Raises:
-        PathError: the name is not that of a file in the folder, or it is a link to elsewhere.
-        MissingFileError: the name is that of a link to nowhere.
-        MissingFileError, SourceError: there is no such folder, or it cannot be read.
+        PathError: the name is not that of a file in a folder.
+        MissingFileError: there is no such folder, or a link of that name leads nowhere.
+        SourceError: the folder or the file cannot be read.
     """
-    inside = CheckpointFolder(folder)
-    name = f"{module}.safetensors"
+    root = CheckpointFolder(folder).root
+    path = root / check_name(f"{module}.safetensors", path=root)
     try:
-        return inside.path_of(name)
-    except MissingFileError as error:
-        if (folder / name).is_symlink():
-            raise MissingFileError("the link leads nowhere", path=folder / name) from error
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            raise MissingFileError("the link leads nowhere", path=path) from error
         return None
+    except OSError as error:
+        raise refusal(error, path) from error
+    return path
 
 
 def has_hessian(folder: Path, module: str, in_features: int) -> bool:

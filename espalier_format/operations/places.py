@@ -43,11 +43,13 @@ def report_place(report: Path, *, checkpoints: Iterable[Path], inputs: Iterable[
     Raises:
         MissingFileError: its folder does not exist.
         OutputExistsError: something else is there, such as a folder, a device or a FIFO; or it is not writable.
-        UsageError: it is one of the folders ``checkpoints``, lies in one, or is one of the files ``inputs``.
+        UsageError: it is, or lies in, one of the folders ``checkpoints``, or of the files and folders ``inputs``.
         WriteError: the operating system refuses the name, or links go round in a circle.
     """
     try:
         place = report.resolve()
+        apart = [path.resolve() for path in checkpoints]
+        read = [path.resolve() for path in inputs]
         # Of the name that was given: /dev/stdout and the like lead to what has no other.
         regular = not _exists(report) or (stat.S_ISREG(report.stat().st_mode) and place.is_file())
         folder_exists = place.parent.is_dir()
@@ -61,10 +63,9 @@ def report_place(report: Path, *, checkpoints: Iterable[Path], inputs: Iterable[
         raise OutputExistsError("the report cannot be written there: what is there is no regular file", path=report)
     if not all(os.access(path, os.W_OK) for path in (place.parent, place) if path.exists()):
         raise OutputExistsError("the report cannot be written there: it is write-protected", path=report)
-    for checkpoint in checkpoints:
-        if checkpoint.resolve() in (place, *place.parents):
-            raise UsageError("the report must lie outside of the checkpoints", path=report)
-    if place in [path.resolve() for path in inputs]:
+    if any(folder in (place, *place.parents) for folder in apart):
+        raise UsageError("the report must lie outside of the checkpoints", path=report)
+    if any(path in (place, *place.parents) for path in read):
         raise UsageError("the report would replace a file that is read", path=report)
     return place
 

@@ -83,7 +83,7 @@ def quantize_checkpoint(
     weights = {} if sensitivity is None else read_sensitivity(given_path(sensitivity, "the sensitivity file"))
     record = None
     if report is not None:
-        inputs = [Path(path) for path in (recipe, sensitivity) if path is not None]
+        inputs = [Path(path) for path in (recipe, sensitivity, hessians) if path is not None]
         record = report_place(given_path(report, "the report"), checkpoints=(folder, target), inputs=inputs)
     with open_checkpoint(folder) as checkpoint:
         done = quantize_opened(checkpoint, target, rules, options, sensitivity=weights, progress=progress)

@@ -39,16 +39,15 @@ def take_inventory(source: Checkpoint, *, exl3: bool) -> dict[str, Linear]:
 
     These are the matrices that are multiplied with: ``.weight`` tensors of two dimensions, parts of fused 3-D experts
     (``experts.gate_up_proj`` and ``experts.down_proj``), modules that are quantized already, and a head that is tied
-    to the embedding. Embeddings, routers and expert gates are not among them. With ``exl3`` fused projections of
+    to the embedding. Embeddings, routers and expert gates are not among them, nor is what is plain beside a quantized
+    module of the same name: a copy of it. With ``exl3`` fused projections of
     dense layers are taken apart as well, which is how exllamav3 names them.
 
     Raises:
-        SourceError: the source is quantized in a way that this library does not read, or has no tensors.
+        SourceError: the source is quantized in a way that this library does not read, or has no tensors; or the weight
+            of a module is stored twice, whole and in a fused tensor.
         IndexMismatchError: the index of a compressed-tensors checkpoint names a tensor that no shard holds.
-        SourceError: the weight of a module is stored twice, whole and in a fused tensor.
         ShapeError: fused experts do not fit together, or a bias has another size than its module.
-
-    What is plain beside a quantized module of the same name is a copy of it, and no module.
     """
     _check_source(source)
     found: dict[str, Linear] = {}

@@ -13,7 +13,10 @@ SEEDS = 2**64
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """See `operations.quantize`. ``threads`` None: all processors. It and ``backend`` do not change the result."""
+    """See `operations.quantize.quantize_checkpoint`.
+
+    ``threads`` None: all processors. It and ``backend`` do not change the result.
+    """
 
     to: Literal["espalier", "exl3"] = "espalier"
     bits: float | None = None

@@ -48,14 +48,14 @@ def quantize_opened(
     sensitivity: Mapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Quantize an open checkpoint of any format into ``destination``, as `operations.quantize` describes it.
+    """Quantize an open checkpoint into ``destination``, as `operations.quantize.quantize_checkpoint` describes it.
 
     Everything that can be refused is refused before the work begins, except what only reading the weights shows.
     Each finished module is durable at once, in a hidden folder inside the destination: after an interruption of any
     kind ``options.resume`` goes on from there. Memory: one module's codes and the buffers of the encoder.
 
     Raises:
-        EspalierError: as `operations.quantize`.
+        EspalierError: as `operations.quantize.quantize_checkpoint`.
     """
     started = time.monotonic()
     progress = progress or NullProgress()

@@ -180,7 +180,7 @@ def _open_cache() -> FileStreamProgramCache | None:
     except (OSError, RuntimeError) as error:
         reason = str(error)
     _LOGGER.warning(
-        "compiled kernels are not kept: %s: %s. Every process compiles them anew; %s names another folder.",
+        "compiled kernels are not kept in %s (%s): every process compiles them anew; %s names another folder",
         folder, reason, CACHE_VARIABLE,
     )  # fmt: skip
     return None

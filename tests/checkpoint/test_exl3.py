@@ -165,7 +165,7 @@ def test_another_method_wins_over_the_tensors(tmp_path: Path, draft: Draft) -> N
     draft.config = {"quantization_config": {"quant_method": "other"}}
     with open_checkpoint(draft.write(tmp_path)) as checkpoint:
         assert checkpoint.format == "plain"
-        assert "'other' is not read" in checkpoint.warnings[0]
+        assert "'other', which is not read" in checkpoint.warnings[0]
 
 
 def test_a_folder_without_shards(tmp_path: Path) -> None:

@@ -76,4 +76,4 @@ def test_one_warning_is_enough(tmp_path: Path) -> None:
     source = draft(**{"m.qweight": "I32", "m.scales": "F32"})
     source.config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
     (warning,) = inspect_checkpoint(source.write(tmp_path / "m")).warnings
-    assert "quant_method 'gptq' is not read" in warning
+    assert "quantization_config states quant_method 'gptq', which is not read" in warning

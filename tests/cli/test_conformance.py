@@ -169,6 +169,7 @@ def test_torch_tensors(run: Run) -> None:
         (("--decoder", ADAPTER, "--kind", "decode"), "--kind"),
         (("--decoder", ADAPTER, "--only", "nothing"), "no case has such a name"),
         (("--decoder", ADAPTER, "--write", "x"), "tries nothing"),
+        (("--write", "x", "--dtype", "bogus"), "no such output dtype"),
     ],
 )
 def test_bad_usage(run: Run, arguments: tuple[str, ...], part: str) -> None:

@@ -49,6 +49,19 @@ def test_a_line_says_what_is_done_and_what_is_left() -> None:
     ]
 
 
+def test_what_was_there_already_does_not_count_for_long() -> None:
+    """The first 900 GB of 1 TB are found in no time, the rest takes 5 s a GB."""
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, clock=clock)
+    lines.start(10**12, "hashing files")
+    lines.advance(900 * 10**9)
+    for _ in range(20):
+        advance(lines, clock, 5, 10**9)
+    lefts = [line.partition("about ")[2] for line in stream.getvalue().splitlines()]
+    assert lefts[:2] == ["1 s left", "2 s left"]  # nothing else is known yet
+    assert lefts[-1] == "7 min left"
+
+
 def test_the_pace_is_that_of_a_log() -> None:
     """Nothing of a short job; every ten seconds at first; every minute once a job has taken ten of them."""
     stream, clock = io.StringIO(), Clock()

@@ -145,6 +145,11 @@ def test_codebook_error_for_anything_else(name: Any) -> None:
         get_codebook(name)
 
 
+def test_codebook_error_for_one_that_differs() -> None:
+    with pytest.raises(CodebookError, match="differs from the e2m1@2 of this format version"):
+        get_codebook(replace(get_codebook("e2m1@2"), multiplier=1))
+
+
 def test_exl3_codebook_from_marker_and_rate() -> None:
     assert exl3_codebook(None, 48).name == "exl3-3inst@3"
     assert exl3_codebook("mcg", 128).name == "exl3-mcg@8"

@@ -14,7 +14,7 @@ SPELLINGS = {
     "float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }  # fmt: skip
-BAD: list[Any] = ["", "source ", "float64", "fp8", "BF16", "torch.bfloat16", "bfloat", 16]
+BAD: list[Any] = ["", "source ", "float64", "fp8", "BF16", "torch.bfloat16", "bfloat", 16, None, ["bf16"]]
 
 
 def test_both_spellings() -> None:

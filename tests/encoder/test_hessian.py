@@ -109,15 +109,14 @@ def test_product_is_with_the_hessian() -> None:
     assert product.loss(2 * rows) == 4 * product.loss(rows) > 0
 
 
-@pytest.mark.parametrize("form", ["absolute", "parent", "link"])
+@pytest.mark.parametrize("form", ["absolute", "parent"])
 def test_names_do_not_lead_out_of_the_folder(form: str, tmp_path: Path) -> None:
     """They come from a checkpoint, and may hold what a path gives a meaning."""
     inside, outside = tmp_path / "hessians", tmp_path / "elsewhere"
     for folder in (inside, outside):
         folder.mkdir()
         write(folder, hessian=good(), count=np.int64(1))
-    module = {"absolute": str(outside / MODULE), "parent": f"../elsewhere/{MODULE}", "link": "linked"}[form]
-    (inside / "linked.safetensors").symlink_to(outside / f"{MODULE}.safetensors")
+    module = {"absolute": str(outside / MODULE), "parent": f"../elsewhere/{MODULE}"}[form]
     for look in (lambda: read_hessian(inside, module, 6), lambda: input_power(inside, module, 6),
                  lambda: find_hessian(inside, module)):  # fmt: skip
         with pytest.raises(PathError):
@@ -127,9 +126,11 @@ def test_names_do_not_lead_out_of_the_folder(form: str, tmp_path: Path) -> None:
 def test_names_with_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.layers").mkdir()
     save_file({"hessian": good(), "count": np.array(3)}, tmp_path / "model.layers" / "0.up.safetensors")
-    (tmp_path / "inner.safetensors").symlink_to("model.layers/0.up.safetensors")
-    for module in ("model.layers/0.up", "inner"):
-        found = read_hessian(tmp_path, module, 6)
+    inside = tmp_path / "links"  # to another disk, say
+    inside.mkdir()
+    (inside / "inner.safetensors").symlink_to(tmp_path / "model.layers" / "0.up.safetensors")
+    for folder, module in ((tmp_path, "model.layers/0.up"), (inside, "inner")):
+        found = read_hessian(folder, module, 6)
         assert found is not None
         assert found.count == 3
 

@@ -168,6 +168,14 @@ def test_spelling_is_read_back(bank: Bank) -> None:
             BankGeometry.read(spelling)
 
 
+def test_traced_as_one_operator(quantized: Bank) -> None:
+    def forward(x: Any, ids: Any, weights: Any) -> Any:
+        return expert_bank(x, ids, weights, quantized.operand)
+
+    whole = torch.compile(forward, backend="eager", fullgraph=True)
+    assert torch.equal(whole(*_arguments()), forward(*_arguments()))
+
+
 def _arguments() -> tuple[Any, ...]:
     return torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
 

@@ -82,6 +82,25 @@ def test_blocking_works() -> None:
         run_without(("numpy",), "demo")
 
 
+WITHOUT_TORCH = """
+import importlib, sys
+sys.modules["torch"] = None
+from espalier_format.errors import DependencyError
+
+for name in ("torch_decoder", "torch_digest", "linear", "expert_bank", "ops"):
+    try:
+        importlib.import_module(f"espalier_format.kernels.{name}")
+    except DependencyError as error:
+        assert "pip install torch" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_what_needs_torch_says_so() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True)
+
+
 def test_inspect_loads_little(llama_exl3: Path) -> None:
     loaded = run_without((), "inspect", llama_exl3, "--json")
     assert not loaded & {*OPTIONAL, "rich", "safetensors", "asyncio", "importlib_metadata"}

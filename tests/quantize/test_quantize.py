@@ -384,3 +384,17 @@ def test_banks_are_those_that_a_converter_makes(tmp_path: Path) -> None:
     block = stored_block(tmp_path / "out")
     assert {name: list(found["projections"]) for name, found in block["expert_banks"].items()} == {bank: ["up_proj"]}
     assert len(block["modules"]) == 3 + 4
+
+
+def test_an_expert_with_another_spelling_of_its_number_is_beside_no_bank(tmp_path: Path) -> None:
+    """A config cannot hold both: its name would be in the namespace of the bank."""
+    draft, bank = dense_draft(), "model.layers.0.mlp.experts"
+    for projection, numbers in (("up_proj", ("0", "1", "01")), ("gate_proj", ("0", "1"))):
+        for number in numbers:
+            draft[f"{bank}.{number}.{projection}.weight"] = matrix(number, 96, 64)
+    recipe = write_recipe(tmp_path, 'match = "*.experts.*"\ncodebook = "e2m1@2"\nrotation = 32')
+    quantize_checkpoint(draft.write(tmp_path / "m"), tmp_path / "out", recipe=recipe)
+    _check(tmp_path / "out")
+    block = stored_block(tmp_path / "out")
+    assert list(block["expert_banks"][bank]["projections"]) == ["gate_proj"]
+    assert set(block["modules"]) == {f"{bank}.{number}.up_proj" for number in ("0", "1", "01")}

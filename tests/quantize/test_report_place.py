@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from espalier_format.errors import EspalierError, MissingFileError, OutputExistsError, UsageError, WriteError
+from espalier_format.operations.places import report_place
 from espalier_format.operations.quantize import quantize_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fake_encoder")
@@ -84,6 +85,19 @@ def test_a_file_that_is_read_is_not_replaced(role: str, dense: Path, tmp_path: P
     for report in (file, tmp_path / "link"):
         refused(dense, report, UsageError, "a file that is read", **{role: file})
     assert file.read_bytes() == before
+
+
+def test_no_hessian_is_replaced(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "hessians").mkdir()
+    for report in ("hessians", "hessians/new.safetensors"):
+        kind = OutputExistsError if report == "hessians" else UsageError
+        refused(dense, tmp_path / report, kind, "the report", hessians=tmp_path / "hessians")
+
+
+def test_folders_that_cannot_be_followed(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(WriteError, match="the report cannot be written there"):
+        report_place(tmp_path / "new", checkpoints=[tmp_path / "circle" / "x"], inputs=[])
 
 
 def test_what_is_write_protected(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ class LayerTensors:
         UnexpectedTensorError for a plain weight that is no such copy, and UsageError for a shard that the layer does
         not have.
         """
+        if not self.parts:
+            return  # a rank that holds nothing but padding
         place = part_of_shard(self.parts, shard)
         part = self.parts[place]
         name = f"{part.name}.{kind}"
