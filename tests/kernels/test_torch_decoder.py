@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from espalier_format.codec.codebook import CODEBOOKS, get_codebook
 from espalier_format.codec.rotation import BLOCKS
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.errors import (
-    DependencyError,
     DtypeError,
     NonFiniteScaleError,
     ScaleOverflowError,
@@ -178,13 +176,6 @@ def test_wrong_operands_are_refused(random_module: Maker) -> None:
     for dtype in ("float64", torch.float64, torch.int8):
         with pytest.raises(UsageError):
             decode(trellis, suh, svh, codebook, 32, 64, 50, 60, dtype)
-
-
-def test_dependency_error_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "espalier_format.kernels.torch_decoder")
-    with pytest.raises(DependencyError, match="torch"):
-        __import__("espalier_format.kernels.torch_decoder")
 
 
 def test_tensors_of_a_tracer_are_not_kept() -> None:
