@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import comb
 from typing import Final, NamedTuple
 
@@ -59,8 +58,11 @@ class _Count:
     def _chosen(self, choice: Choice, after: int) -> _Cost:
         costs = [self._in_turn(branch, after) for branch in choice.branches]
         empty = sum(all(item.can_be_empty for item in branch) for branch in choice.branches)
-        begins = [_begin(branch, after) & ~_CROWDED for branch in choice.branches]
-        exclusive = empty < 2 and not any(one & other for one, other in combinations(begins, 2))
+        exclusive, begun = empty < 2, 0
+        for branch in choice.branches:
+            begin = _begin(branch, after) & ~_CROWDED
+            exclusive = exclusive and not begin & begun
+            begun |= begin
         ways = [cost.ways for cost in costs]
         return _limited(max(ways) if exclusive else sum(ways), sum(cost.steps for cost in costs))
 

@@ -104,7 +104,6 @@ def prepare(
         PathError: with a folder of Hessians, a module whose name leads out of it.
         EspalierError: as `has_hessian`, `take_inventory`, `make_plan`, `make_pools` and `config_document`.
     """
-    load_backend(options.backend)
     refuse_single_file(source)
     if options.hessians is not None and not options.hessians.is_dir():
         raise MissingFileError("there is no such folder of Hessians", path=options.hessians)
@@ -131,6 +130,7 @@ def prepare(
         (*kept_warnings, *warnings, *_hessian_warnings(plan, options.hessians)),
     )
     _try_out(source, preparation, options)
+    load_backend(options.backend)  # last: what is wrong with the source or the options is told without it too
     return preparation
 
 

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantize_cases import fake_encode_module, fake_sample_errors
 
 from espalier_format.cli import main
 from espalier_format.operations.convert import convert_checkpoint
+
+
+@pytest.fixture
+def fake_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the encoder, which needs no back end then: those are packages that the tests here do without."""
+    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
+    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
+    monkeypatch.setattr("espalier_format.quantize.prepare.load_backend", lambda name: None)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantize_cases import fake_encode_module, fake_sample_errors, moe_draft
+from quantize_cases import moe_draft
 
 from espalier_format.cli import progress, quantities
 from espalier_format.cli.progress import ProgressLines
@@ -126,13 +126,9 @@ def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "ProgressLines", lambda stream: made(stream, pause=0))
 
 
-@pytest.mark.usefixtures("talkative")
+@pytest.mark.usefixtures("talkative", "fake_encoder")
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_quantize_tells_a_log_how_far_it_is(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
+def test_quantize_tells_a_log_how_far_it_is(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
     source = moe_draft().write(tmp_path / "source")
     outcome = run("quantize", source, tmp_path / "out", "--preset", "espalier", *options)
     assert outcome.code == 0

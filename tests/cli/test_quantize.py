@@ -8,15 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quantize_cases import dense_draft, fake_encode_module, fake_sample_errors, moe_draft
+from quantize_cases import dense_draft, fake_encode_module, moe_draft
 
 from espalier_format.cli.progress import ProgressBar
-
-
-@pytest.fixture
-def fake_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
-    monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
 
 
 @pytest.fixture
