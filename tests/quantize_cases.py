@@ -114,7 +114,7 @@ def fake_encode_module(
     """Random codes of the right shape that follow from everything they may depend on; reads the weight."""
     outputs, inputs = weight.shape
     content = weight.rows(0, outputs)
-    key = f"{name} {seed} {codebook.name} {rotation}".encode() + content.tobytes()
+    key = f"{name} {seed} {codebook.name} {rotation} {options['options'].effort}".encode() + content.tobytes()
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(key).digest()[:8], "little"))
     padded_in, padded_out = padded(inputs, rotation[0]), padded(outputs, rotation[1])
     shape = (padded_in // 16, padded_out // 16, codebook.halfwords_per_tile)

@@ -23,6 +23,14 @@ class Preset(StrEnum):
     ESPALIER = "espalier"
 
 
+class SearchEffort(StrEnum):
+    """How thoroughly the trellis is searched: `encoder.effort`."""
+
+    FAST = "fast"
+    EXACT = "exact"
+    THOROUGH = "thorough"
+
+
 class SearchBackend(StrEnum):
     """The back ends of the encoder; auto is the fastest that works, and never numpy."""
 
@@ -59,6 +67,10 @@ def quantize(
     sensitivity: Annotated[
         str | None, typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight.")
     ] = None,
+    effort: Annotated[
+        SearchEffort,
+        typer.Option("--effort", help="How the trellis is searched: fast takes half the time, for 1 % more error."),
+    ] = SearchEffort.THOROUGH,
     backend: Annotated[
         SearchBackend, typer.Option("--backend", help="Where the trellis is searched; never changes the result.")
     ] = SearchBackend.AUTO,
@@ -96,6 +108,7 @@ def quantize(
             seed=seed,
             hessians=hessians,
             sensitivity=sensitivity,
+            effort=effort.value,
             backend=backend.value,
             threads=threads,
             resume=resume,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from espalier_format.encoder.effort import EXACT, FAST, THOROUGH, Effort
 from espalier_format.encoder.tiles import EncodedTiles, encode_tiles, from_rings, to_rings
 
-__all__ = ["EncodedTiles", "encode_tiles", "from_rings", "to_rings"]
+__all__ = ["EXACT", "FAST", "THOROUGH", "Effort", "EncodedTiles", "encode_tiles", "from_rings", "to_rings"]

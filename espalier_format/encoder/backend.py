@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier_format.encoder.branch_cost import BranchCost
+from espalier_format.encoder.effort import Effort
 from espalier_format.errors import DependencyError, UsageError
 
 
@@ -21,10 +22,12 @@ class Backend(Protocol):
     assume a C-contiguous array of targets, all within the range that `BranchCost.fixed_point` clamps to.
     """
 
-    def __call__(self, targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: int) -> NDArray[np.uint16]:
+    def __call__(
+        self, targets: NDArray[np.int16], cost: BranchCost, effort: Effort, threads: int
+    ) -> NDArray[np.uint16]:
         """Return the states (n, 256) of the rings whose fixed-point targets are ``targets`` (n, 256).
 
-        ``passes`` is at least 2: the free pass, then those with a boundary, at positions 0, 128, 0, ... in turn.
+        The passes of ``effort`` are the free one, then those with a boundary, at positions 0, 128, 0, ... in turn.
         ``threads`` is how many CPU threads it may use; the result does not depend on it.
         """
         ...

@@ -93,7 +93,7 @@ def encode_module(
         regularised,
         codebook,
         tiles=options.scale_search_tiles,
-        passes=options.passes,
+        effort=options.effort,
         backend=options.backend,
         threads=options.threads,
     ).scale
@@ -161,7 +161,7 @@ def sample_errors(
         return SampledErrors((0.0,) * len(codebooks), 0.0)
     sample, kept = Sample.of(regularised, options.scale_search_tiles), regularised.kept_error
     choices = (
-        search_scale_of(sample, codebook, passes=options.passes, backend=options.backend, threads=options.threads)
+        search_scale_of(sample, codebook, effort=options.effort, backend=options.backend, threads=options.threads)
         for codebook in codebooks
     )
     return SampledErrors(tuple(choice.relative_error * kept for choice in choices), regularised.energy)
@@ -222,7 +222,7 @@ def _encode_block(
             to_rings(rows.reshape(-1, width)),
             codebook,
             scale=scale,
-            passes=options.passes,
+            effort=options.effort,
             backend=options.backend,
             threads=options.threads,
         )

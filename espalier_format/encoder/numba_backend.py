@@ -29,13 +29,14 @@ from espalier_format.codec.codebook import STATES
 from espalier_format.codec.tile import RING
 from espalier_format.encoder import lanes
 from espalier_format.encoder.branch_cost import BranchCost
+from espalier_format.encoder.effort import Effort
 
 _HALF: Final = RING // 2
 _STATE_BITS: Final = 16
 _compile: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = njit(nogil=True)
 
 
-def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: int) -> NDArray[np.uint16]:
+def search(targets: NDArray[np.int16], cost: BranchCost, effort: Effort, threads: int) -> NDArray[np.uint16]:
     """Find the states of rings: a `Backend` that shares the rings between ``threads`` threads.
 
     A thread needs about 8 MiB at 1 bit, half of that at 2, and so on.
@@ -52,7 +53,7 @@ def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: i
         metrics, chosen = _aligned(2 * groups, metric_type), _aligned(RING * groups, np.uint8)
         unreachable = metric_type(cost.unreachable)
         scratch = metrics.reshape(2, -1), chosen.reshape(RING, -1)
-        kernel(targets[rings], codes, passes, unreachable, *scratch, states[rings])
+        kernel(targets[rings], codes, effort.passes, effort.reach(RING), unreachable, *scratch, states[rings])
 
     share = -(-len(targets) // threads)
     parts = [slice(start, start + share) for start in range(0, len(targets), max(share, 1))]
@@ -114,10 +115,10 @@ def _ring_kernel(even_bits: int, odd_bits: int, limit: int, shift: int, wide: bo
     odd_sweep = _sweep_kernel(odd_bits, even_bits, limit, shift, wide)
 
     @_compile
-    def forward(first, target, codes, metrics, chosen):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-        # Sweep the ring. The metrics begin in metrics[0] and, as the steps are even, end there.
+    def forward(first, steps, target, codes, metrics, chosen):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        # Sweep positions of the ring, an even number. The metrics begin in metrics[0], and end there.
         base = metrics[0, 0] & 0
-        for step in range(RING):
+        for step in range(steps):
             position = (first + step) % RING
             before, after, origin = metrics[step % 2], metrics[1 - step % 2], chosen[(position + 1) % RING]
             if position % 2 == 0:
@@ -132,17 +133,17 @@ def _ring_kernel(even_bits: int, odd_bits: int, limit: int, shift: int, wide: bo
         return (np.int64(chosen[position, group]) << (_STATE_BITS - bits)) | group
 
     @_compile
-    def rings(targets, codes, passes, unreachable, metrics, chosen, states):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-        groups = STATES >> even_bits  # of position 0, and of position 128
+    def rings(targets, codes, passes, reach, unreachable, metrics, chosen, states):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+        groups = STATES >> even_bits  # of every even position
         for ring in range(len(targets)):
             metrics[0, :] = 0
-            forward(_HALF, targets[ring], codes, metrics, chosen)
+            forward(RING - reach, 2 * reach, targets[ring], codes, metrics, chosen)
             least = metrics[0, :groups].min()
             state = np.int64(STATES)
             for group in range(groups):
                 if metrics[0, group] == least:
-                    state = min(state, predecessor(_HALF, group, chosen))
-            for position in range(_HALF - 1, -1, -1):
+                    state = min(state, predecessor(reach, group, chosen))
+            for position in range(reach - 1, -1, -1):
                 bits = odd_bits if position % 2 else even_bits
                 state = predecessor(position, state >> bits, chosen)
 
@@ -150,7 +151,7 @@ def _ring_kernel(even_bits: int, odd_bits: int, limit: int, shift: int, wide: bo
                 first = 0 if index % 2 else _HALF
                 metrics[0, :] = unreachable
                 metrics[0, state % groups] = 0
-                forward(first, targets[ring], codes, metrics, chosen)
+                forward(first, RING, targets[ring], codes, metrics, chosen)
                 for step in range(RING - 1, -1, -1):
                     position = (first + step) % RING
                     states[ring, position] = state

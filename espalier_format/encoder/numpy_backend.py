@@ -8,7 +8,8 @@ A tile is a ring of 256 positions; the state of position i is the 16 stream bits
 round, and may begin and end anywhere; it fixes the state of position 255, which is deep inside that path. The
 second starts there at position 0 and must end there at position 255: its path is optimal among all with that
 boundary. A third pass does the same half a ring further: it keeps the state that the second gave position 127, and
-so frees the one of position 255. It never costs more. A fourth would go back to position 0, and so on.
+so frees the one of position 255. It never costs more. A fourth would go back to position 0, and so on. A *short* first
+pass goes only from position 192 to position 63, so that the boundary is 64 positions deep inside its path.
 
 Of paths that cost the same, the one with the lowest state at its last position is taken, then at the last but one,
 and so on.
@@ -20,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier_format.encoder.branch_cost import BranchCost
+from espalier_format.encoder.effort import Effort
 
 
-def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: int) -> NDArray[np.uint16]:
+def search(targets: NDArray[np.int16], cost: BranchCost, effort: Effort, threads: int) -> NDArray[np.uint16]:
     """Find the states of rings: the reference `Backend`, one ring after the other on one thread.
 
     The length of a ring and the number of states are those of ``cost``, so that tests can search small trellises.
@@ -30,9 +32,10 @@ def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: i
     del threads
     states = np.empty(targets.shape, np.uint16)
     for ring, target in zip(states, targets, strict=True):
-        half = target.size // 2
-        boundary: int | None = None
-        for index in range(passes):
+        half, reach = target.size // 2, effort.reach(target.size)
+        around = np.arange(-reach, reach)
+        boundary = int(best_path(target[around], cost.bits[around], cost, None)[reach - 1])
+        for index in range(1, effort.passes):
             first = 0 if index % 2 else half
             path = best_path(np.roll(target, -first), np.roll(cost.bits, -first), cost, boundary)
             boundary = int(path[half - 1])  # of the position half a ring before the next pass's last

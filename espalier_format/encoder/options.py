@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import Codebook
-from espalier_format.encoder.tiles import PASSES
+from espalier_format.encoder.effort import THOROUGH, Effort
 from espalier_format.errors import UsageError
 
 
@@ -20,8 +20,8 @@ class EncoderOptions:
     """Back end of the trellis search (`backend.load_backend`); the result is the same with each."""
     threads: int = 1
     """CPU threads of the trellis search; the result does not depend on it."""
-    passes: int = PASSES
-    """Passes of the trellis search over each ring (`tiles.encode_tiles`), at least 2."""
+    effort: Effort = THOROUGH
+    """How thoroughly the trellis is searched (`tiles.encode_tiles`)."""
     scale_search_tiles: int = 32
     """Tiles, spread over the module, that the global scale is searched on; 0 keeps the codebook's gain."""
     channel_scales: bool = True
@@ -40,8 +40,6 @@ class EncoderOptions:
         """Raise UsageError for values out of range."""
         if self.threads < 1:
             raise UsageError("threads must be at least 1", got=self.threads)
-        if self.passes < 2:
-            raise UsageError("it takes at least two passes", got=self.passes)
         if self.scale_search_tiles < 0:
             raise UsageError("the number of tiles must not be negative", got=self.scale_search_tiles)
         if not 0 < self.damping <= 1:

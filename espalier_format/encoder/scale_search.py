@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import Codebook
 from espalier_format.codec.tile import RING, TILE
+from espalier_format.encoder.effort import THOROUGH, Effort
 from espalier_format.encoder.gains import gain
 from espalier_format.encoder.regularise import Regularised
-from espalier_format.encoder.tiles import PASSES, encode_tiles, to_rings
+from espalier_format.encoder.tiles import encode_tiles, to_rings
 
 _STEP: Final = 0.08
 """Distance of the first scales that are tried, in the logarithm: where the error is about 2 % above the least."""
@@ -38,7 +39,7 @@ def search_scale(
     codebook: Codebook,
     *,
     tiles: int,
-    passes: int = PASSES,
+    effort: Effort = THOROUGH,
     backend: str = "auto",
     threads: int = 1,
 ) -> ScaleChoice:
@@ -50,17 +51,17 @@ def search_scale(
     threads. Without tiles, or for a sample of zeros, the gain itself is the result.
     """
     sample = Sample.of(regularised, tiles)
-    return search_scale_of(sample, codebook, passes=passes, backend=backend, threads=threads)
+    return search_scale_of(sample, codebook, effort=effort, backend=backend, threads=threads)
 
 
 def search_scale_of(
-    sample: Sample, codebook: Codebook, *, passes: int = PASSES, backend: str = "auto", threads: int = 1
+    sample: Sample, codebook: Codebook, *, effort: Effort = THOROUGH, backend: str = "auto", threads: int = 1
 ) -> ScaleChoice:
     """Do what `search_scale` does on a sample that was taken already."""
     if not sample.energy:
         return ScaleChoice(gain(codebook), 0.0)
     start = gain(codebook) * (sample.energy / sample.rings.size) ** 0.5
-    scale, least = minimise(lambda scale: sample.error(codebook, scale, passes, backend, threads), start)
+    scale, least = minimise(lambda scale: sample.error(codebook, scale, effort, backend, threads), start)
     return ScaleChoice(scale, least * sample.rings.size / sample.energy)
 
 
@@ -102,9 +103,9 @@ class Sample:
         rings = np.concatenate(found)
         return cls(rings, float(np.square(rings.astype(np.float64)).sum()), np.concatenate(blocks))
 
-    def error(self, codebook: Codebook, scale: float, passes: int, backend: str, threads: int) -> float:
+    def error(self, codebook: Codebook, scale: float, effort: Effort, backend: str, threads: int) -> float:
         """Return the mean squared error at a scale: that of the rings, but with the clipping of all neighbours."""
-        encoded = encode_tiles(self.rings, codebook, scale=scale, passes=passes, backend=backend, threads=threads)
+        encoded = encode_tiles(self.rings, codebook, scale=scale, effort=effort, backend=backend, threads=threads)
         values = codebook.codes.astype(np.float64) * (codebook.value_scale * scale)
         limits = float(values.min()), float(values.max())
         own = float(encoded.errors.sum()) / self.rings.size

@@ -13,10 +13,8 @@ from espalier_format.codec.tile import RING, TILE
 from espalier_format.codec.trellis import TILE_POSITION, pack_states
 from espalier_format.encoder.backend import load_backend
 from espalier_format.encoder.branch_cost import branch_cost
+from espalier_format.encoder.effort import THOROUGH, Effort
 from espalier_format.errors import DtypeError, ShapeError, UsageError
-
-PASSES: Final = 3
-"""Passes of the search over a ring unless a caller says otherwise."""
 
 _LARGEST: Final = 1e30
 """Bound of targets and scale: far from where squares and quotients overflow float64."""
@@ -48,7 +46,7 @@ def encode_tiles(
     codebook: Codebook,
     *,
     scale: float,
-    passes: int = PASSES,
+    effort: Effort = THOROUGH,
     backend: str = "auto",
     threads: int = 1,
 ) -> EncodedTiles:
@@ -60,8 +58,8 @@ def encode_tiles(
     the integer costs of `branch_cost`: the result is the same for every back end and number of ``threads``, and
     for each ring on its own, whatever rings are encoded with it. Outliers are fine.
 
-    ``passes`` is 2 for the plain exact search, in 2/3 of the time. The third pass takes 0.2 to 0.3 % off the squared
-    error; more gain next to nothing.
+    ``effort`` is `effort.FAST`, `effort.EXACT` or `effort.THOROUGH`, which take 1, 4/3 and 2 times as long; more passes
+    gain next to nothing.
 
     ``backend`` is "auto", "cuda", "numba", "numpy" or the name of a registered one (`backend.register_backend`).
     Raises ShapeError and DtypeError; UsageError for an unknown back end, targets that are not finite or a scale
@@ -76,10 +74,10 @@ def encode_tiles(
         raise UsageError("the scale must be positive and of a sane size", got=scale)
     if not (np.abs(targets) <= _LARGEST).all():
         raise UsageError("targets must be finite and of a sane size", expected=f"at most {_LARGEST} in magnitude")
-    if threads < 1 or passes < 2:
-        raise UsageError("it takes at least one thread and two passes", got=f"{threads} threads, {passes} passes")
+    if threads < 1:
+        raise UsageError("threads must be at least 1", got=threads)
     cost = branch_cost(codebook)
-    states = load_backend(backend)(cost.fixed_point(targets, scale), cost, passes, threads)
+    states = load_backend(backend)(cost.fixed_point(targets, scale), cost, effort, threads)
     residual = targets.astype(np.float64) - _values(states, codebook, scale)
     return EncodedTiles(states, codebook, scale, np.square(residual).sum(axis=1))
 

@@ -34,6 +34,7 @@ def quantize_checkpoint(
     seed: int = 0,
     hessians: str | Path | None = None,
     sensitivity: str | Path | None = None,
+    effort: Literal["fast", "exact", "thorough"] = "thorough",
     threads: int | None = None,
     backend: str = "auto",
     resume: bool = False,
@@ -48,7 +49,8 @@ def quantize_checkpoint(
     encoded again. Which modules are quantized, and how, follows from the file ``recipe``, from a preset, or from
     ``bits`` alone. ``bits`` is the average of the output as an Espalier config states it (spec/config.md §8), met
     within 0.005. ``hessians`` is a folder with a file per module, ``sensitivity`` a file with weights for the errors
-    of modules.
+    of modules. ``effort`` is how thoroughly the trellis is searched (`encoder.effort`): "fast" takes half the time of
+    "thorough" for a squared error that is 0.5 to 1.2 % higher, "exact" two thirds for 0.1 to 0.3 %.
 
     The result is the same, byte for byte, for the same source, options and ``seed``, whatever the number of
     ``threads``, the ``backend`` and the interruptions. The output appears all at once at the end. Until then finished
@@ -72,6 +74,7 @@ def quantize_checkpoint(
         to=to,
         bits=bits,
         seed=seed,
+        effort=effort,
         hessians=None if hessians is None else given_path(hessians, "the folder of Hessians"),
         threads=threads,
         backend=backend,

@@ -24,6 +24,7 @@ def describe_job(
     bits: float | None,
     seed: int,
     hessians: Path | None,
+    effort: str,
     weights: Mapping[str, float],
 ) -> dict[str, object]:
     """Return a JSON object whose members are equal for two runs exactly where they may share their work.
@@ -50,6 +51,7 @@ def describe_job(
         "recipe": {"rules": [rule.to_json() for rule in plan.recipe.rules], "modules": digest(repr(modules))},
         "bits": bits,
         "seed": seed,
+        "effort": effort,
         "set of Hessians": None if hessians is None else digest(repr(list(_stamps(hessians, plan)))),
         "sensitivity": digest(repr(sorted(weights.items()))),
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from espalier_format.encoder.effort import get_effort
 from espalier_format.errors import UsageError
 
 SEEDS = 2**64
@@ -22,6 +23,7 @@ class QuantizeOptions:
     bits: float | None = None
     seed: int = 0
     hessians: Path | None = None
+    effort: str = "thorough"
     threads: int | None = None
     backend: str = "auto"
     resume: bool = False
@@ -36,6 +38,7 @@ class QuantizeOptions:
             raise UsageError("a seed is at least 0 and below 2^64", got=self.seed)
         if self.threads is not None and self.threads < 1:
             raise UsageError("threads must be at least 1", got=self.threads)
+        get_effort(self.effort)
 
     @property
     def exl3(self) -> bool:

@@ -63,6 +63,7 @@ class QuantizeReport:
     bits: float
     head_bits: float | None
     seed: int
+    effort: str
     modules: tuple[ModuleReport, ...]
     kept: int
     resumed: int
@@ -90,6 +91,7 @@ class QuantizeReport:
             "bits": self.bits,
             "head_bits": self.head_bits,
             "seed": self.seed,
+            "effort": self.effort,
             "relative_mse": self.relative_mse,
             "kept": self.kept,
             "resumed": self.resumed,

@@ -12,6 +12,7 @@ from espalier_format.container.names import CONFIG_NAME, WORKSPACE_NAME
 from espalier_format.container.writer import CheckpointWriter
 from espalier_format.converters.espalier_block import output_bits
 from espalier_format.converters.output import Meter, manifest_bytes
+from espalier_format.encoder.effort import get_effort
 from espalier_format.encoder.options import EncoderOptions
 from espalier_format.kernels.ordered_map import processors
 from espalier_format.progress import NullProgress, Progress
@@ -61,13 +62,16 @@ def quantize_opened(
     progress = progress or NullProgress()
     preparation = prepare(source, recipe, options, sensitivity or {})
     plan = preparation.plan
-    encoder = EncoderOptions(backend=options.backend, threads=options.threads or processors())
+    encoder = EncoderOptions(
+        effort=get_effort(options.effort), backend=options.backend, threads=options.threads or processors()
+    )
     job = describe_job(
         source,
         plan,
         bits=preparation.bits,
         seed=options.seed,
         hessians=options.hessians,
+        effort=options.effort,
         weights=preparation.weights,
     )
     writing = _Writing()
@@ -115,6 +119,7 @@ def quantize_opened(
         bits=average.bits,
         head_bits=average.head_bits,
         seed=options.seed,
+        effort=options.effort,
         modules=tuple(_module_reports(preparation, measured, results)),
         kept=len(plan.kept),
         resumed=resumed,

@@ -62,7 +62,7 @@ DEVICE void find_end(const Searcher& s, int set, const Slots& slots, u32 metrics
     int target[RINGS];
     u64 best[RINGS];
     for (int ring = 0; ring < RINGS; ring++) {
-        target[ring] = load_short(s.shared + TARGETS + ((set * RINGS + ring) * RING + HALF - 1) * 2);
+        target[ring] = load_short(s.shared + TARGETS + ((set * RINGS + ring) * RING + s.rule.reach - 1) * 2);
         best[ring] = ~0ull;
     }
     for (int batch = s.thread; batch < STATES; batch += BATCH * SEARCHERS) {
@@ -92,17 +92,17 @@ DEVICE void find_end(const Searcher& s, int set, const Slots& slots, u32 metrics
         store(s.shared + ENDS + (set * RINGS + s.thread) * 4, (u32)load_long(s.shared + BEST + s.thread * 8) & 0xFFFF);
 }
 
-// One time round the ring.
+// What a search goes through once.
 struct Pass {
     u32 targets; // address
-    int first;   // position
+    Span span;
     int first_kept;
     u32* checkpoints;
 
-    DEVICE int position(int step) const { return (first + step) % RING; }
+    DEVICE int position(int step) const { return (span.first + step) % RING; }
     // Where the metrics after a step go, or null.
     DEVICE u32* kept(int step) const {
-        if ((step + 2) % SPACING || step + 1 < first_kept || step + 1 > RING - 1 - SPACING) return nullptr;
+        if ((step + 2) % SPACING || step + 1 < first_kept || step + 1 > span.steps - 1 - SPACING) return nullptr;
         return checkpoints + (size_t)((step + 2) / SPACING - 1) * CHECKPOINT_WORDS;
     }
 };
@@ -171,11 +171,12 @@ DEVICE u32 take_two_steps(const Searcher& s, const Pass& pass, const u32 (&codes
     return in;
 }
 
-// Search the ring once: from position 128 or 0 to where the tracing warp, or find_end, goes on.
+// Search the ring once, or as much of it as the free pass sees: from its first position to where the tracing warp, or find_end, goes on.
 DEVICE void search_pass(const Searcher& s, const u32 (&codes)[CODE_REGISTERS], int set, int number, u32* checkpoints) {
     const bool free = number == 0; // may begin and end anywhere
-    const int first_kept = number == s.rule.passes - 1 ? 0 : HALF - 1;
-    const Pass pass = {s.shared + TARGETS + set * RINGS * RING * 2, number % 2 ? 0 : HALF, first_kept, checkpoints};
+    const Span span = span_of(number, s.rule);
+    const int first_kept = number == s.rule.passes - 1 ? 0 : span.middle - 1;
+    const Pass pass = {s.shared + TARGETS + set * RINGS * RING * 2, span, first_kept, checkpoints};
     Slots slots;
     if (SLOTTED) slots.begin(s.shared + METRICS);
     begin_metrics(s, set, number);
@@ -185,15 +186,15 @@ DEVICE void search_pass(const Searcher& s, const u32 (&codes)[CODE_REGISTERS], i
         fill_table(s.shared, 0, s.thread, costs);
     }
     if constexpr (TWO_STEPS) {
-        const u32 metrics = take_two_steps(s, pass, codes, free ? RING - 2 : RING - 1 - SPACING);
+        const u32 metrics = take_two_steps(s, pass, codes, free ? span.steps - 2 : RING - 1 - SPACING);
         if (!free) return;
         const u32 last = 2 * (s.shared + METRICS) + EVEN_BYTES - metrics; // the other buffer
-        search_one_step(pass.targets, pass.position(RING - 2), s.all_codes, s.rule, metrics, last, s.thread);
+        search_one_step(pass.targets, pass.position(span.steps - 2), s.all_codes, s.rule, metrics, last, s.thread);
         searchers_meet();
         find_end(s, set, slots, last);
     } else {
         searchers_meet();
-        const int steps = free ? RING - 1 : RING - 1 - SPACING;
+        const int steps = span.steps - 1 - (free ? 0 : SPACING);
         for (int index = 0;; index += 2) {
             take_step<0>(s, pass, slots, codes, index);
             if (index + 1 >= steps) break;
@@ -209,7 +210,7 @@ DEVICE void search_pass(const Searcher& s, const u32 (&codes)[CODE_REGISTERS], i
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 viterbi(const short* __restrict__ targets, u16* __restrict__ states, const short* __restrict__ codes,
         const u8* __restrict__ levels, const short* __restrict__ level_codes, u32* __restrict__ checkpoints, int rings,
-        int passes, int limit, int shift, u32 largest, u32 unreachable) {
+        int passes, int reach, int limit, int shift, u32 largest, u32 unreachable) {
     extern __shared__ __align__(1024) char memory[];
     u32 shared = (u32)__cvta_generic_to_shared(memory);
     if (TWO_STEPS) shared = (shared + 4095) & ~4095u;
@@ -217,7 +218,7 @@ viterbi(const short* __restrict__ targets, u16* __restrict__ states, const short
     const bool searching = thread < SEARCHERS;
     checkpoints += (size_t)blockIdx.x * SETS * CHECKPOINTS * CHECKPOINT_WORDS;
 
-    Searcher searcher = {shared, thread, 0, codes, {limit, shift, largest, unreachable, passes}};
+    Searcher searcher = {shared, thread, 0, codes, {limit, shift, largest, unreachable, passes, reach}};
     u32 own_codes[CODE_REGISTERS];
     if (searching && COST != WIDE) {
         if constexpr (TWO_STEPS) load_own_nibbles(own_codes, levels, thread);

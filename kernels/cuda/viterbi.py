@@ -12,6 +12,7 @@ import torch
 from espalier_format.codec.codebook import CODEBOOKS, STATES
 from espalier_format.codec.tile import RING
 from espalier_format.encoder.branch_cost import BranchCost, branch_cost
+from espalier_format.encoder.effort import Effort
 from espalier_format.errors import DtypeError, ShapeError, UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
@@ -31,7 +32,6 @@ LARGEST_SHARED_BYTES: Final = 220 << 10
 
 _SEARCHERS: Final = 512
 _WARP: Final = 32
-_FEWEST_PASSES: Final = 2
 _SETS: Final = 2
 _MOST_LEVELS: Final = 64
 _LEVELS_OF_TWO_STEPS: Final = 16
@@ -125,7 +125,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("viterbi", ("viterbi",), form.macros)
 
 
-def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: int) -> NDArray[np.uint16]:
+def search(targets: NDArray[np.int16], cost: BranchCost, effort: Effort, threads: int) -> NDArray[np.uint16]:
     """Find the states of rings: an encoder `Backend` on torch's current CUDA device.
 
     ``threads`` is not used. Device memory: 512 bytes a ring for targets, as much for states, and up to 16 MiB for every
@@ -135,22 +135,21 @@ def search(targets: NDArray[np.int16], cost: BranchCost, passes: int, threads: i
     if not len(targets):
         return np.empty(targets.shape, np.uint16)
     device = torch.device("cuda", torch.cuda.current_device())
-    found = search_on_device(torch.from_numpy(np.ascontiguousarray(targets)).to(device), cost, passes)
+    found = search_on_device(torch.from_numpy(np.ascontiguousarray(targets)).to(device), cost, effort)
     states: NDArray[np.uint16] = found.cpu().numpy().view(np.uint16)
     return states
 
 
-def search_on_device(targets: torch.Tensor, cost: BranchCost, passes: int) -> torch.Tensor:
+def search_on_device(targets: torch.Tensor, cost: BranchCost, effort: Effort) -> torch.Tensor:
     """Find the states of rings that are on a device, without waiting for it.
 
     ``targets`` is int16 (n, 256), contiguous, within the range of `BranchCost.fixed_point`; the result has the same
-    shape and dtype and holds the 16 bits of every state. ``passes`` is at least 2. The states are those of
-    `numpy_backend`.
+    shape and dtype and holds the 16 bits of every state. The states are those of `numpy_backend`.
 
-    Raises DtypeError, ShapeError, UsageError for fewer passes, another device than CUDA, or one that is too old or has
-    too little shared memory for the width, and DependencyError without cuda-core. Values are not looked at.
+    Raises DtypeError, ShapeError, UsageError for another device than CUDA, or one that is too old or has too little
+    shared memory for the width, and DependencyError without cuda-core. Values are not looked at.
     """
-    _check(targets, passes)
+    _check(targets)
     states = torch.empty_like(targets)
     rings = len(targets)
     if not rings:
@@ -172,7 +171,8 @@ def search_on_device(targets: torch.Tensor, cost: BranchCost, passes: int) -> to
         level_codes.data_ptr(),
         checkpoints.data_ptr(),
         np.int32(rings),
-        np.int32(passes),
+        np.int32(effort.passes),
+        np.int32(effort.reach(RING)),
         np.int32(cost.limit),
         np.int32(cost.shift),
         np.uint32(cost.largest),
@@ -181,7 +181,7 @@ def search_on_device(targets: torch.Tensor, cost: BranchCost, passes: int) -> to
     return states
 
 
-def _check(targets: torch.Tensor, passes: int) -> None:
+def _check(targets: torch.Tensor) -> None:
     """Raise unless the kernel can read the targets: it knows neither their dtype nor their shape."""
     if targets.dtype != torch.int16:
         raise DtypeError("targets must be fixed-point numbers", expected="int16", got=targets.dtype)
@@ -189,8 +189,6 @@ def _check(targets: torch.Tensor, passes: int) -> None:
         raise ShapeError("targets must be rings", expected=f"(n, {RING})", got=tuple(targets.shape))
     if not targets.is_contiguous():
         raise ShapeError("targets must be contiguous", got=f"strides {tuple(targets.stride())}")
-    if passes < _FEWEST_PASSES:
-        raise UsageError("too few passes", expected=f"at least {_FEWEST_PASSES}", got=passes)
     if targets.device.type != "cuda":
         raise UsageError("targets must be on a CUDA device", expected="cuda", got=targets.device)
 

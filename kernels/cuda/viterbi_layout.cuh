@@ -50,7 +50,17 @@ struct Rule {
     int limit, shift;
     u32 largest, unreachable;
     int passes;
+    int reach; // positions that the free pass sees on either side of its boundary: a multiple of 8
 };
+
+// The positions of a pass. The boundary of the next one lies between those of steps `middle - 1` and `middle`.
+struct Span {
+    int first, steps, middle;
+};
+DEVICE Span span_of(int pass, const Rule& rule) {
+    if (pass == 0) return {RING - rule.reach, 2 * rule.reach, rule.reach};
+    return {pass % 2 ? 0 : HALF, RING, HALF};
+}
 
 // ---- shared memory by address: one address register, offsets in the instruction ------------------------------------
 

@@ -83,18 +83,18 @@ DEVICE u32 trace_back(u32 state, int step, const u32* checkpoint, int ring, u32 
 
 DEVICE void trace_pass(u32 shared, int set, int ring, int pass, const short* codes, const Rule& rule,
                        const u32* checkpoints, u16* states, int lane) {
-    const int first = pass % 2 ? 0 : HALF;
+    const Span span = span_of(pass, rule);
     const bool last = pass == rule.passes - 1;
     const u32 end = shared + ENDS + (set * RINGS + ring) * 4;
     const u32 targets = shared + TARGETS + (set * RINGS + ring) * RING * 2;
     const u32 boundary = load(end);
     u32 state = boundary;
-    for (int step = RING - 1 - SPACING;; step -= SPACING) {
+    for (int step = span.steps - 1 - SPACING;; step -= SPACING) {
         // The state at `step + SPACING` is known.
         u32 before = boundary;
         if (step >= 0) {
             const u32* const checkpoint = checkpoints + (size_t)((step + 1) / SPACING - 1) * CHECKPOINT_WORDS;
-            before = trace_back(state, step, checkpoint, ring, targets, first, codes, rule, lane);
+            before = trace_back(state, step, checkpoint, ring, targets, span.first, codes, rule, lane);
         }
         if (last && states) {
             // The states in between are windows of the stream.
@@ -102,12 +102,13 @@ DEVICE void trace_pass(u32 shared, int set, int ring, int pass, const short* cod
             const u32 stream = before << OWN | (state & ((1u << OWN) - 1));
 #pragma unroll
             for (int k = 0; k < SPACING; k++) {
-                if (lane == k) states[(first + step + 1 + k) % RING] = (u16)(stream >> unknown_bits(k + 1));
+                if (lane == k) states[(span.first + step + 1 + k) % RING] = (u16)(stream >> unknown_bits(k + 1));
             }
         }
         if (step < 0) break;
         state = before;
-        if (!last && step == HALF - 1) {
+        if (!last && step == span.middle - 1) {
+            __syncwarp(); // all lanes have read the boundary
             if (lane == 0) store(end, state);
             break;
         }

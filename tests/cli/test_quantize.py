@@ -47,8 +47,8 @@ def test_json_and_report_are_the_same_document(run: Callable[..., object], moe: 
     assert document == json.loads(report.read_text())
     assert list(document) == [
         "source", "destination", "source_format", "target_format", "recipe", "requested_bits", "bits", "head_bits",
-        "seed", "relative_mse", "kept", "resumed", "seconds", "bytes_read", "bytes_written", "files", "warnings",
-        "modules",
+        "seed", "effort", "relative_mse", "kept", "resumed", "seconds", "bytes_read", "bytes_written", "files",
+        "warnings", "modules",
     ]  # fmt: skip
     assert list(document["modules"][0]) == [
         "name", "codebook", "in_features", "out_features", "rotation", "relative_mse", "relative_proxy_loss",
@@ -71,12 +71,13 @@ def test_the_options_reach_the_operation(run: Callable[..., object], tmp_path: P
     outcome = run(
         "quantize", source, tmp_path / "out", "--to", "exl3", "--recipe", tmp_path / "r.toml", "--bits", "5.0526",
         "--sensitivity", tmp_path / "s.toml", "--hessians", tmp_path / "h", "--threads", 1, "--backend", "numpy",
-        "--no-digests", "--json",
+        "--effort", "fast", "--no-digests", "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.out
     widths = {m["name"].rpartition(".")[2]: m["codebook"] for m in outcome.document["modules"]}
     assert widths["o_proj"] == "exl3-mul1@4"
     assert outcome.document["target_format"] == "exl3"
+    assert outcome.document["effort"] == "fast"
     assert any("no Hessian" in line for line in outcome.document["warnings"])
 
 
@@ -88,6 +89,7 @@ def test_the_options_reach_the_operation(run: Callable[..., object], tmp_path: P
         (["--bits", "0.5"], "error[usage]: 0.5 bits per weight cannot be met for the decoder: its candidates reach"),
         (["--bits", "2", "--threads", "0"], "error[usage]:"),
         (["--bits", "2", "--backend", "abacus"], "error[usage]:"),
+        (["--bits", "2", "--effort", "some"], "error[usage]:"),
         (["--bits", "2", "--hessians", "nowhere"], "error[missing-file]: nowhere: there is no such folder"),
         (["--recipe", "nowhere.toml"], "error[missing-file]: nowhere.toml: does not exist"),
     ],

@@ -249,7 +249,6 @@ def test_refusals() -> None:
         encode_module(weight, codebook, (48, 0), seed=0, name="m")
     for wrong in (
         {"threads": 0},
-        {"passes": 1},
         {"scale_search_tiles": -1},
         {"damping": 0.0},
         {"buffer_bytes": 0},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from espalier_format.codec.codebook import get_codebook
+from espalier_format.encoder import EXACT, FAST, THOROUGH, Effort
 from espalier_format.encoder.branch_cost import BranchCost, branch_cost
 from espalier_format.encoder.numpy_backend import best_path, search
 
@@ -59,22 +60,23 @@ def test_best_ring_of_a_boundary(bits: list[int]) -> None:
     assert ties > 0
 
 
-def test_search_takes_the_boundary_of_the_free_pass() -> None:
+@pytest.mark.parametrize(("effort", "reach"), [(EXACT, 4), (FAST, 2)])
+def test_search_takes_the_boundary_of_the_free_pass(effort: Effort, reach: int) -> None:
     bits = [1] * 8
     rng = np.random.default_rng(3)
     cost = small_cost(rng, bits, distinct=4)
     targets = rng.integers(-1000, 6000, (20, 8)).astype(np.int16)
     starts = range(1 << STATE_BITS)
-    for target, found in zip(targets, search(targets, cost, 2, 1).tolist(), strict=True):
-        rolled = np.roll(target, -4)
-        # Every open path: the state before its first position, then eight new bits.
+    for target, found in zip(targets, search(targets, cost, effort, 1).tolist(), strict=True):
+        seen = np.roll(target, reach)[: 2 * reach]
+        # Every open path: the state before its first position, then a new bit for each.
         free = []
-        for start, news in product(starts, product((0, 1), repeat=8)):
+        for start, news in product(starts, product((0, 1), repeat=2 * reach)):
             path = [start]
             for new in news:
                 path.append((path[-1] << 1 | new) & 0xF)
-            free.append((path_cost(cost, rolled, path[1:]), path[:0:-1]))
-        boundary = min(free)[1][::-1][3]  # the rolled position 3 is position 7
+            free.append((path_cost(cost, seen, path[1:]), path[:0:-1]))
+        boundary = min(free)[1][::-1][reach - 1]  # position 7
         assert found[-1] == boundary
         closed = [r for r in all_rings(bits) if r[-1] == boundary]
         assert path_cost(cost, target, found) == min(path_cost(cost, target, r) for r in closed)
@@ -88,7 +90,9 @@ def test_a_third_pass_frees_the_first_boundary() -> None:
     targets = rng.integers(-1000, 6000, (20, 8)).astype(np.int16)
     rings = all_rings(bits)
     moved = 0
-    for target, two, three in zip(targets, search(targets, cost, 2, 1), search(targets, cost, 3, 1), strict=True):
+    for target, two, three in zip(
+        targets, search(targets, cost, EXACT, 1), search(targets, cost, THOROUGH, 1), strict=True
+    ):
         assert three[3] == two[3]
         closed = [r for r in rings if r[3] == two[3]]
         assert path_cost(cost, target, three.tolist()) == min(path_cost(cost, target, r) for r in closed)
@@ -104,7 +108,7 @@ def test_search_is_near_the_best_of_all_boundaries() -> None:
     targets = rng.integers(-500, 6800, (30, 10)).astype(np.int16)
     rings = all_rings(bits)
     best = [min(path_cost(cost, target, r) for r in rings) for target in targets]
-    found = [path_cost(cost, t, s) for t, s in zip(targets, search(targets, cost, 2, 1).tolist(), strict=True)]
+    found = [path_cost(cost, t, s) for t, s in zip(targets, search(targets, cost, EXACT, 1).tolist(), strict=True)]
     assert all(f >= b for f, b in zip(found, best, strict=True))
     assert sum(f == b for f, b in zip(found, best, strict=True)) >= 10
     assert sum(found) < 1.25 * sum(best)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,14 +259,14 @@ def test_other_weights_are_not_copied(dense: Path, tmp_path: Path) -> None:
     assert any("pytorch_model.bin" in line for line in report.warnings)
 
 
-def test_two_runs_give_the_same_bytes_and_another_seed_does_not(moe: Path, tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        quantize_checkpoint(moe, tmp_path / name, preset_name="espalier", seed=seed)
-    first, second, third = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b", "c")
-    )
+def test_two_runs_give_the_same_bytes_and_another_seed_or_effort_does_not(moe: Path, tmp_path: Path) -> None:
+    runs: dict[str, dict[str, Any]] = {"a": {}, "b": {}, "c": {"seed": 1}, "d": {"effort": "fast"}}
+    for name, options in runs.items():
+        report = quantize_checkpoint(moe, tmp_path / name, preset_name="espalier", **options)
+        assert report.to_json()["effort"] == options.get("effort", "thorough")
+    first, second, *others = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in runs)
     assert first == second
-    assert first["model.safetensors"] != third["model.safetensors"]
+    assert all(first["model.safetensors"] != other["model.safetensors"] for other in others)
     assert stored_block(tmp_path / "c")["source"]["seed"] == 1
 
 

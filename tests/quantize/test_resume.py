@@ -219,6 +219,7 @@ def test_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     changes: list[tuple[str, dict[str, Any]]] = [
         ("another seed", {"seed": 1}),
+        ("another effort", {"effort": "fast"}),
         ("another bits", {"bits": 2.5}),
         ("another sensitivity", {"sensitivity": tmp_path / "s.json"}),
         ("another recipe", {"preset_name": None, "bits": 2.5}),

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import CODEBOOKS, get_codebook
-from espalier_format.encoder import encode_tiles
+from espalier_format.encoder import EXACT, FAST, THOROUGH, Effort, encode_tiles
 from espalier_format.encoder.branch_cost import BranchCost, branch_cost
 from espalier_format.errors import DtypeError, EspalierError, ShapeError, UsageError
 from espalier_format.kernels.cuda.viterbi import LARGEST_SHARED_BYTES, TABLE, SearchForm
@@ -52,15 +52,15 @@ def extreme_targets(cost: BranchCost) -> NDArray[np.int16]:
     return fixed_point(np.array(rows), cost)
 
 
-def by_both(targets: NDArray[np.int16], cost: BranchCost, passes: int) -> None:
+def by_both(targets: NDArray[np.int16], cost: BranchCost, effort: Effort) -> None:
     """Search on the GPU and on the CPU and compare."""
     pytest.importorskip("numba")
     from espalier_format.encoder import numba_backend
     from espalier_format.kernels.cuda.viterbi import search
 
-    found = search(targets, cost, passes, 1)
+    found = search(targets, cost, effort, 1)
     assert found.dtype == np.uint16
-    np.testing.assert_array_equal(found, numba_backend.search(targets, cost, passes, 4))
+    np.testing.assert_array_equal(found, numba_backend.search(targets, cost, effort, 4))
 
 
 @gpu
@@ -69,16 +69,16 @@ def by_both(targets: NDArray[np.int16], cost: BranchCost, passes: int) -> None:
 def test_same_states_as_on_the_cpu(name: str, cuda: str) -> None:
     """An odd number of rings: narrow searches take two or four at a time. Memory is poisoned before."""
     cost = branch_cost(CODEBOOKS[name])
-    by_both(np.concatenate([normal_targets(cost, 4, seed=len(name)), extreme_targets(cost)]), cost, 3)
+    by_both(np.concatenate([normal_targets(cost, 4, seed=len(name)), extreme_targets(cost)]), cost, THOROUGH)
 
 
 @gpu
 @pytest.mark.parametrize("name", ONE_OF_EACH_FORM)
-@pytest.mark.parametrize("passes", [2, 4, 5])
-def test_any_number_of_passes(name: str, passes: int, cuda: str) -> None:
-    """The last pass starts at position 0 or at 128."""
+@pytest.mark.parametrize("effort", [EXACT, Effort(4), Effort(5), FAST, Effort(3, short=True)], ids=str)
+def test_any_effort(name: str, effort: Effort, cuda: str) -> None:
+    """The last pass starts at position 0 or at 128, and the free one at 128 or 192."""
     cost = branch_cost(get_codebook(name))
-    by_both(normal_targets(cost, 3, seed=passes), cost, passes)
+    by_both(np.concatenate([normal_targets(cost, 3, seed=effort.passes), extreme_targets(cost)]), cost, effort)
 
 
 @gpu
@@ -86,7 +86,7 @@ def test_any_number_of_passes(name: str, passes: int, cuda: str) -> None:
 def test_small_numbers_of_rings(name: str, cuda: str) -> None:
     cost = branch_cost(get_codebook(name))
     for rings in (0, 1, 2, 3):
-        by_both(normal_targets(cost, rings, seed=rings), cost, 2)
+        by_both(normal_targets(cost, rings, seed=rings), cost, EXACT)
 
 
 @gpu
@@ -99,7 +99,7 @@ def test_many_rings(name: str, cuda: str) -> None:
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     few = normal_targets(cost, 61, seed=3)
     rings = np.random.default_rng(4).integers(0, len(few), 9 * blocks + 5)
-    np.testing.assert_array_equal(search(few[rings], cost, 2, 1), search(few, cost, 2, 1)[rings])
+    np.testing.assert_array_equal(search(few[rings], cost, FAST, 1), search(few, cost, FAST, 1)[rings])
 
 
 @gpu
@@ -109,30 +109,29 @@ def test_on_another_stream_and_into_memory_that_was_used(cuda: str) -> None:
 
     cost = branch_cost(get_codebook("e2m1@2"))
     targets = torch.from_numpy(normal_targets(cost, 20, seed=5)).cuda()
-    expected = search_on_device(targets, cost, 3).clone()
+    expected = search_on_device(targets, cost, THOROUGH).clone()
     for filling in (0, -1):
         poison = torch.full((1 << 24,), filling, dtype=torch.int32, device="cuda")
         del poison
         with torch.cuda.stream(torch.cuda.Stream()):
-            found = search_on_device(targets, cost, 3)
+            found = search_on_device(targets, cost, THOROUGH)
             torch.cuda.current_stream().synchronize()
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("targets", "passes", "error", "words"),
+    ("targets", "error", "words"),
     [
-        (torch.zeros(4, 256, dtype=torch.int32), 2, DtypeError, "int16"),
-        (torch.zeros(4, 128, dtype=torch.int16), 2, ShapeError, "256"),
-        (torch.zeros(256, dtype=torch.int16), 2, ShapeError, "256"),
-        (torch.zeros(256, 4, dtype=torch.int16).T, 2, ShapeError, "contiguous"),
-        (torch.zeros(4, 256, dtype=torch.int16), 1, UsageError, "at least 2"),
-        (torch.zeros(4, 256, dtype=torch.int16), 2, UsageError, "CUDA device"),
-        (torch.zeros(0, 256, dtype=torch.int32), 2, DtypeError, "int16"),
+        (torch.zeros(4, 256, dtype=torch.int32), DtypeError, "int16"),
+        (torch.zeros(4, 128, dtype=torch.int16), ShapeError, "256"),
+        (torch.zeros(256, dtype=torch.int16), ShapeError, "256"),
+        (torch.zeros(256, 4, dtype=torch.int16).T, ShapeError, "contiguous"),
+        (torch.zeros(4, 256, dtype=torch.int16), UsageError, "CUDA device"),
+        (torch.zeros(0, 256, dtype=torch.int32), DtypeError, "int16"),
     ],
 )
 def test_what_the_kernel_cannot_read_is_refused(
-    targets: Any, passes: int, error: type[EspalierError], words: str, monkeypatch: pytest.MonkeyPatch
+    targets: Any, error: type[EspalierError], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is compiled, loaded or launched."""
     from espalier_format.kernels.cuda import viterbi
@@ -140,7 +139,7 @@ def test_what_the_kernel_cannot_read_is_refused(
     monkeypatch.setattr(viterbi, "_prepared", None)
     monkeypatch.setattr(viterbi, "launch", None)
     with pytest.raises(error, match=words):
-        viterbi.search_on_device(targets, branch_cost(get_codebook("e2m1@2")), passes)
+        viterbi.search_on_device(targets, branch_cost(get_codebook("e2m1@2")), EXACT)
 
 
 @gpu
