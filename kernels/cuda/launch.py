@@ -85,17 +85,17 @@ def _config(grid: tuple[int, int, int], block: int, shared_bytes: int, overlap: 
     return config
 
 
-_granted: Final[dict[tuple[int, int], int]] = {}
+_granted: Final[dict[tuple[int, int], tuple[int, Kernel]]] = {}
 _grant_lock: Final = threading.Lock()
 
 
 def _grant_shared_memory(kernel: Kernel, size: int, device_index: int) -> None:
     """Ask for shared memory once for each kernel, device and larger size; what is granted never gets less."""
-    key = (id(kernel), device_index)  # kernels live as long as the process (loading.load_kernel)
-    if _granted.get(key, 0) >= size:
+    key = (id(kernel), device_index)
+    if _granted.get(key, (0, kernel))[0] >= size:
         return
     # The driver keeps the size that was set last: of two threads, the one that needs less must not come second.
     with _grant_lock:
-        if _granted.get(key, 0) < size:
+        if _granted.get(key, (0, kernel))[0] < size:
             allow_shared_memory(kernel, size, device_index)
-            _granted[key] = size
+            _granted[key] = size, kernel  # kept, so that no other kernel ever has this id

@@ -140,6 +140,7 @@ def test_float32_looks_at_values(operands: tuple[Any, ...]) -> None:
             decode_weight(trellis, torch.full_like(suh, 60000), large, *rest, torch.float16)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # inductor imports it
 def test_compiled_function(operands: tuple[Any, ...]) -> None:
     def f(trellis: Any, suh: Any, svh: Any, x: Any) -> Any:
         weight = torch.ops.espalier_format.decode_weight(trellis, suh, svh, *operands[3:], torch.float32)
@@ -216,15 +217,14 @@ def test_other_threads_and_streams(cuda: str, random_module: Maker, module_tenso
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device(cuda: str, random_module: Maker, module_tensors: Maker) -> None:
+def test_nothing_waits_for_the_device(
+    cuda: str, random_module: Maker, module_tensors: Maker, no_waiting: Maker
+) -> None:
     module = random_module("e2m1@2", (128, 128), 256, 256)
     tensors = module_tensors(module, cuda)
     rest = (module.codebook.name, 128, 128, 256, 256, torch.float16)
     decode_weight(*tensors, *rest)
     decode_codes(tensors[0], module.codebook.name)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         decode_weight(*tensors, *rest)
         decode_codes(tensors[0], module.codebook.name)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

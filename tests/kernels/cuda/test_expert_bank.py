@@ -8,7 +8,6 @@ most sqrt(1 + 1 + 1 + 1) 2^-11 and 2^-8 (1 + 1/16); the activation's slope is at
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -238,16 +237,11 @@ def test_a_graph_follows_the_routing(mixed: Bank) -> None:
         assert torch.equal(again, expert_bank(expected, ids, weights, mixed.operand))
 
 
-def test_nothing_waits_for_the_device(mixed: Bank) -> None:
+def test_nothing_waits_for_the_device(mixed: Bank, no_waiting: Callable[..., Any]) -> None:
     x, ids, weights = mixed.inputs(5, 4)
     expert_bank(x, ids, weights, mixed.operand)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            expert_bank(x, ids, weights, mixed.operand)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with no_waiting():
+        expert_bank(x, ids, weights, mixed.operand)
 
 
 def test_operator_is_well_formed(mixed: Bank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -118,6 +119,22 @@ def test_shared_memory_never_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     small.join()
     launch._grant_shared_memory(kernel, 1 << 16, 0)
     assert granted == [1 << 16, 1 << 17]
+
+
+def test_a_kernel_with_a_grant_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grants go by its id, which another kernel could get; that one would be launched without a grant of its own."""
+
+    class Kernel:
+        pass
+
+    monkeypatch.setattr(launch, "allow_shared_memory", lambda *arguments: None)
+    monkeypatch.setattr(launch, "_granted", {})
+    kernel: Any = Kernel()
+    alive = weakref.ref(kernel)
+    launch._grant_shared_memory(kernel, 1 << 16, 0)
+    del kernel
+    gc.collect()
+    assert alive() is not None
 
 
 @pytest.fixture

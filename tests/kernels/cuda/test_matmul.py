@@ -174,6 +174,17 @@ def test_many_rows_are_decoded_first(make_case: Callable[..., Case]) -> None:
     assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) <= 2 * OPERAND_ROUNDOFF
 
 
+@pytest.mark.parametrize("rows", [1, 20, FUSED_ROWS + 1])
+def test_nothing_waits_for_the_device(
+    rows: int, make_case: Callable[..., Case], no_waiting: Callable[..., Any]
+) -> None:
+    case = make_case("int8@6", (128, 128), 512, 256)
+    x = activations(rows, 512, torch.bfloat16)
+    case.product(x)
+    with no_waiting():
+        case.product(x)
+
+
 def test_any_strides_and_dimensions(make_case: Callable[..., Case]) -> None:
     case = make_case("e2m1@2", (128, 128), 256, 128)
     x = activations(6, 256, torch.float16)
