@@ -39,18 +39,24 @@ RESULT = Path(__file__).parent / "results" / "cuda-expert-bank.md"
 BOUNDS = """
 ## What bounds it
 
-Counted in the machine code and profiled with ncu on one H200 (not repeated by the script; the cut into tasks has become
-finer since, the inner loop is the same):
+Counted in the machine code, profiled with ncu and traced with clocks on one H200 (not repeated by the script):
 
-- The inner loop takes 4.5 instructions a weight and lane at 2 bits (2 byte permutations, 1 multiplication, 1 look-up in
-  shared memory, 0.2 funnel shifts, 0.25 mma), 4.9 at 3 bits. Arithmetic (2.2 of 2 a cycle and scheduler of half rate),
-  look-ups (1 of 1 a cycle and multiprocessor) and issue (4.5 of 4) would all be full at about 29 weights a cycle and
-  multiprocessor: 80 µs for the 163 experts of 32 tokens.
-- With 32 tokens, issue slots were busy in 57 % of the cycles, the arithmetic pipe in 56 %, the data path of shared
-  memory in 57 %; 31 % of the instructions were outside of the inner loop (rotations, routing, partial sums). More warps
-  (20, 24 or 32 instead of 16) or half as large a loop body gave nothing: more of them wait for the same three.
-- With one token it is a chain of waits: 3 µs until the routing is known, 8 µs for gate and up (of which 1 µs for
-  memory, 2 µs for rotations), 7 µs for down, 2.5 µs for the sum; between them, two handovers through the L2 cache.
+- The inner loop takes 5.0 instructions a weight and lane at 2 and 3 bits: 2 byte permutations, 1 multiplication, 1
+  look-up in shared memory, 0.2 to 0.3 funnel shifts, 0.25 mma, 0.5 for addresses and inputs. Permutations and shifts
+  (64 lanes a cycle and multiprocessor), look-ups (32) and issue (128) would all be full at 25 to 29 weights a cycle; a
+  loop of nothing but the four instructions that a weight needs reaches 29.0. Measured: 15 to 17, while about three of
+  the four warps of a scheduler are in it.
+- With 16 tokens, issue slots were busy in 53 % of the cycles, the arithmetic pipe in 49 %, the data path of shared
+  memory in 58 % (a quarter of that for tiles, whose lanes read 16 bytes of different lines). In the inner loop a warp
+  issues every 6.0 cycles: 1.0 for the instruction itself, 1.2 while another one issues, 1.1 for fixed latencies, 0.9
+  for the arithmetic pipe, 0.6 for look-ups, 0.4 for instructions to arrive. No gain: whole tiles in a lane (registers
+  spill: 25 % slower), quarters of tiles, 20 to 32 warps, windows taken by multiplication instead of permutation (4 %
+  slower), looking numbers up one step ahead, smaller tasks towards the end.
+- With one token it is a chain of waits: 2.1 µs until the routing is known and the first tiles are asked for; 6.7 µs
+  for gate and up, of which 4.6 µs in the product; 1.8 µs until all others have done theirs; 4.8 µs for down, of
+  which 2.4 µs in the product and 1.9 µs to gather, rotate and activate its inputs; 1.2 µs for the sum; the rest are
+  handovers through the L2 cache (a fence takes 0.4 µs, a poll 0.4 µs), the slowest multiprocessor, and 1 µs between
+  launches.
 """.splitlines()
 
 Routing = tuple[torch.Tensor, torch.Tensor]

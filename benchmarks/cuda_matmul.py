@@ -30,7 +30,7 @@ GRIDS = {1: "e2m1@1", 2: "e2m1@2", 3: "int5@3", 4: "int6@4", 6: "int8@6"}
 ROWS = (1, 8, 32)
 BYTES = 200 << 20  # of weights in a graph: more than three times the L2 cache of an H200
 RESULT = Path(__file__).parent / "results" / "cuda-matmul.md"
-NOTES = "## What bounds them"  # written by hand: kept when the tables are written again
+NOTES = "## What bounds them"  # from here on written by hand: kept when the tables are written again
 
 Product = Callable[[torch.Tensor], object]
 

@@ -57,10 +57,11 @@ struct Shared {
     int unsorted[MOST];         // first, for its alignment to 16 bytes
     int keys[MOST];             // expert * 2^16 + assignment, sorted
     u16 place[MOST];            // where in the order an assignment is, 2^16 - 1: nowhere
+    u16 token[MOST];            // of each assignment in that order
     u16 start[MOST + 2];        // of each group, and the end
     u32 tiles[3][MOST];         // of the matrices of each group
     unsigned char books[3][MOST];
-    int groups, leavers, totals[MOST / 32];
+    int groups, totals[MOST / 32];
 };
 
 // The host asks for this much (kernels/cuda/expert_bank.py), and launches no more assignments than this.
@@ -85,6 +86,12 @@ __device__ __forceinline__ void team_barrier() {
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
 
+// How the tasks A and B are cut.
+struct Pieces {
+    int slices, chunks;      // of the inputs, and how many chunks of them each has
+    int together, blocks;    // column blocks of a task, and how many tasks those of a matrix make
+};
+
 struct Arguments {
     const u16* x;             // (tokens, HIDDEN)
     const void* ids;          // (tokens, top_k), 4 or 8 bytes each
@@ -100,8 +107,7 @@ struct Arguments {
     int tokens, top_k, experts;
     int id_bytes;
     int weight_kind;          // 0 float32, 1 float16, 2 bfloat16
-    int a_slices, b_slices;
-    int a_together, b_together;   // column blocks of a task
+    Pieces of_a, of_b;
 };
 
 constexpr int TICKET = 0, LEFT = 1, B_DONE = 2, A_DONE = 2 + B_BLOCKS;
@@ -144,11 +150,34 @@ __device__ __forceinline__ u32 half2_product(u32 a, u32 b) {
 
 // ---- who waits for whom ---------------------------------------------------------------------------------------------
 
+// The kernel may start before the one that stands before it in its stream has ended, where the launch allows that. It
+// must neither read what that one may write nor write before this. Lets the next kernel start.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 __device__ __forceinline__ void wait_for(const u32* counter, u32 count) {
     u32 seen;
     do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     } while (seen < count);
+}
+
+// Of a team, one thread waits and takes tickets, another says what has been done: of the warps that stage least.
+constexpr int CONTROL_WARP = TEAM_WARPS - 1, ANNOUNCE_WARP = TEAM_WARPS - 2;
+
+__device__ __forceinline__ bool controls() { return team_thread() == CONTROL_WARP * 32; }
+__device__ __forceinline__ bool announces() { return team_thread() == ANNOUNCE_WARP * 32; }
+
+// Called by one thread. No addition: the compiler would wait for its result at once, to share it among the warp.
+__device__ __forceinline__ u32 take_ticket(const Arguments& a) {
+    u32 ticket;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(ticket) : "l"(a.counters + TICKET)
+                 : "memory");
+    return ticket;
 }
 
 // Called by one thread after a barrier of the team: what the team has written is seen by whoever waits.

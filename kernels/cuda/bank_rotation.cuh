@@ -34,16 +34,30 @@ __device__ __forceinline__ void rotate(float (&v)[EACH], int lane) {
     }
 }
 
-// EACH floats of a row of partial sums, added up over its slices.
-__device__ __forceinline__ void summed(float (&v)[EACH], const float* part, int slices, int stride) {
+// EACH floats of two rows of partial sums, each added up over its slices. The loads of several slices of both are under
+// way at once.
+__device__ __forceinline__ void summed(float (&v0)[EACH], const float* part0, int slices0, float (&v1)[EACH],
+                                       const float* part1, int slices1, int stride) {
+    constexpr int AT_ONCE = 16 / EACH;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) v[i] = 0;
-#pragma unroll 8
-    for (int slice = 0; slice < slices; ++slice) {
+    for (int i = 0; i < EACH; ++i) v0[i] = v1[i] = 0;
+#pragma unroll 1
+    for (int slice = 0; slice < max(slices0, slices1); slice += AT_ONCE) {
 #pragma unroll
         for (int i = 0; i < EACH; i += 4) {
-            const float4 four = __ldcg(reinterpret_cast<const float4*>(part + slice * stride + i));
-            v[i] += four.x, v[i + 1] += four.y, v[i + 2] += four.z, v[i + 3] += four.w;
+            float4 four0[AT_ONCE], four1[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                four0[j] = four1[j] = {};
+                const int at = (slice + j) * stride + i;
+                if (slice + j < slices0) four0[j] = __ldcg(reinterpret_cast<const float4*>(part0 + at));
+                if (slice + j < slices1) four1[j] = __ldcg(reinterpret_cast<const float4*>(part1 + at));
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                v0[i] += four0[j].x, v0[i + 1] += four0[j].y, v0[i + 2] += four0[j].z, v0[i + 3] += four0[j].w;
+                v1[i] += four1[j].x, v1[i + 1] += four1[j].y, v1[i + 2] += four1[j].z, v1[i + 3] += four1[j].w;
+            }
         }
     }
 }

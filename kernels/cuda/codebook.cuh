@@ -162,9 +162,8 @@ __device__ __forceinline__ u16 grid_value(int entry) {
 
 #else
 
-// The values of two states, as a pair of float16: exact to the bit (spec/codebook-exl3.md §2, §3).
-__device__ __forceinline__ u32 exl3_pair(u32 state0, u32 state1) {
-    u32 x0 = hashed(state0), x1 = hashed(state1);
+// The values of two hashes, as a pair of float16: exact to the bit (spec/codebook-exl3.md §2, §3).
+__device__ __forceinline__ u32 exl3_pair_of_hashes(u32 x0, u32 x1) {
 #if FAMILY == FAMILY_EXL3_MUL1
     x0 = __dp4a(x0, 0x01010101u, 0x6400u);  // the float16 1024 + the sum of the bytes
     x1 = __dp4a(x1, 0x01010101u, 0x6400u);
@@ -174,6 +173,10 @@ __device__ __forceinline__ u32 exl3_pair(u32 state0, u32 state1) {
     x1 = (x1 & 0x8FFF8FFFu) ^ 0x3B603B60u;
     return half2_add(low_halves(x0, x1), high_halves(x0, x1));
 #endif
+}
+
+__device__ __forceinline__ u32 exl3_pair(u32 state0, u32 state1) {
+    return exl3_pair_of_hashes(hashed(state0), hashed(state1));
 }
 
 #endif  // IS_GRID

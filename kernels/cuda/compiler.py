@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cuda.core import ProgramOptions
     from cuda.core.utils import FileStreamProgramCache
 
-ARCHITECTURES: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHITECTURES: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 """The architectures that every kernel is compiled for in the tests. Others from sm_80 on work as well."""
 
 CACHE_VARIABLE: Final = "ESPALIER_KERNEL_CACHE"

@@ -48,13 +48,14 @@ Within the bound of spec/rotation.md §6. Why it holds, with u = 2^-24:
 - Scales and result: the factor 1/sqrt(b_in b_out), its product with suh, the product of the sum with svh and that of
   the two are four float32 roundings, below 2^-21 together; nothing underflows. Then one rounding to float16 or
   bfloat16: half an ulp, for subnormal float16 half their spacing.
-- Grids: all sums are whole multiples of 2^-24 and below 2^24 times that, so that float32 holds them, and what passes
-  through float16 is exact there, alone or as two terms (``decode_weight.cu``).
+- Grids: all sums are whole multiples of one unit and below 2^24 times that, so that float32 holds them, and what passes
+  through float16 is exact there, alone or as two terms (``decode_weight.cu``, ``decode_weight_sm90.cu``).
 - EXL3, relative to the sum of all magnitudes: up to four products of a tensor core, three additions, the split in
   two float16 terms, two products and three additions. An addition is off by u, the split by 4 u and the product that
   makes it by u; a product, with the additions in it, by 4 u: how tensor cores round is not documented, and the tests
   find them far better. That is 16 + 3 + 5 + 8 + 3 = 35 u. The sum of all magnitudes, over sqrt(b_in b_out), is at most
-  sqrt(b_in b_out) G <= 256 G, and 35 * 256 u < 2^-10.
+  sqrt(b_in b_out) G <= 256 G, and 35 * 256 u < 2^-10. With warpgroups: eight products, the split, two products and
+  three additions, 32 + 5 + 8 + 3 = 48 u, and rotations of at most 128: 48 * 128 u < 2^-10.
 """
 
 _BLOCK: Final = 128
@@ -68,14 +69,25 @@ _RESERVED_BYTES: Final = 1 << 10
 _MOST_RESIDENT: Final = {"e2m1": 3, "int6": 3}
 """Thread blocks that a multiprocessor holds at most, by family: more would leave too few registers. Else 2."""
 
+_WARPGROUP_FAMILIES: Final = frozenset({"e2m1", "int5", "int6", "exl3-3inst", "exl3-mcg"})
+"""What ``decode_weight_sm90.cu`` is made for, or faster for."""
+_WARPGROUP: Final = 128
+_CONSUMERS: Final = 2
+_LARGEST_ROTATION: Final = 128
+"""Of that kernel."""
+_STORED: Final = 8
+"""Neighbours along the input that it stores at once."""
+
 
 class _Specialisation(NamedTuple):
     """A loaded kernel and how it is launched."""
 
     kernel: Kernel
+    threads: int
     shared_bytes: int
     resident_blocks: int
     norm: np.float32
+    overlap: bool
 
 
 def decode_codes(trellis: torch.Tensor, codebook: Codebook) -> torch.Tensor:
@@ -101,7 +113,8 @@ def decode_weight(operand: LinearOperand, dtype: torch.dtype, start: int, stop: 
         return weight
     device = operand.trellis.get_device()
     rotations = (operand.rotation_in, operand.rotation_out)
-    chosen = _specialisation(operand.codebook, *rotations, dtype == torch.bfloat16, device)
+    whole = in_features % _STORED == 0
+    chosen = _specialisation(operand.codebook, *rotations, dtype == torch.bfloat16, whole, device)
     blocks = -(-in_features // _BLOCK) * (-(-stop // _BLOCK) - start // _BLOCK)
     operand = aligned_operand(operand)  # copies have to live until the launch: only then is their memory safe to reuse
     in_tiles, out_tiles, _ = operand.trellis.shape
@@ -109,7 +122,7 @@ def decode_weight(operand: LinearOperand, dtype: torch.dtype, start: int, stop: 
         chosen.kernel,
         device,
         (min(blocks, chosen.resident_blocks), 1, 1),
-        _THREADS,
+        chosen.threads,
         chosen.shared_bytes,
         operand.trellis.data_ptr(),
         operand.suh.data_ptr(),
@@ -117,6 +130,7 @@ def decode_weight(operand: LinearOperand, dtype: torch.dtype, start: int, stop: 
         weight.data_ptr(),
         *(np.int32(number) for number in (in_tiles, out_tiles, in_features, start, stop)),
         chosen.norm,
+        overlap=chosen.overlap,
     )
     return weight
 
@@ -128,8 +142,10 @@ def _codes_kernel(codebook: Codebook, device: int) -> Kernel:
 
 @cache
 def _specialisation(
-    codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool, device: int
+    codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool, whole: bool, device: int
 ) -> _Specialisation:
+    if whole and takes_warpgroups(codebook, rotation_in, rotation_out, device):
+        return _warpgroup_specialisation(codebook, rotation_in, rotation_out, bfloat16, device)
     properties = torch.cuda.get_device_properties(device)
     # What a block may ask for beyond the default is missing from torch's own annotations.
     block_limit = int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009
@@ -138,8 +154,48 @@ def _specialisation(
     kernel = load_kernel("decode_weight", "decode_weight", macros, device)
     resident = int(macros["RESIDENT"]) * properties.multi_processor_count
     unit = codebook.value_scale * 2.0**24 if codebook.is_grid else 1.0
-    norm = np.float32(unit / math.sqrt(max(rotation_in, 1) * max(rotation_out, 1)))
-    return _Specialisation(kernel, shared_bytes, resident, norm)
+    norm = _norm(unit, rotation_in, rotation_out)
+    return _Specialisation(kernel, _THREADS, shared_bytes, resident, norm, overlap=False)
+
+
+def _warpgroup_specialisation(
+    codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool, device: int
+) -> _Specialisation:
+    macros = warpgroup_macros(codebook, rotation_in, rotation_out, bfloat16)
+    kernel = load_kernel("decode_weight_sm90", "decode_weight_sm90", macros, device, specific=True)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    norm = _norm(1.0, rotation_in, rotation_out)
+    return _Specialisation(kernel, int(macros["THREADS"]), int(macros["SHARED_BYTES"]), blocks, norm, overlap=True)
+
+
+def _norm(unit: float, rotation_in: int, rotation_out: int) -> np.float32:
+    """Return what the sums of a rotation, in multiples of ``unit``, are multiplied by."""
+    return np.float32(unit / math.sqrt(max(rotation_in, 1) * max(rotation_out, 1)))
+
+
+def takes_warpgroups(codebook: Codebook, rotation_in: int, rotation_out: int, device: int) -> bool:
+    """Tell whether a device runs ``decode_weight_sm90.cu``, and whether it is made for a codebook and rotations."""
+    if codebook.family not in _WARPGROUP_FAMILIES or max(rotation_in, rotation_out) > _LARGEST_ROTATION:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def warpgroup_macros(codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool) -> dict[str, int | str]:
+    """Return the macros of ``decode_weight_sm90.cu``; SHARED_BYTES is its dynamic shared memory (weight_layout.cuh)."""
+    halves_mixed_last = codebook.family == "int6" and rotation_in == _LARGEST_ROTATION
+    producers = 4 if codebook.is_grid and not halves_mixed_last else 3
+    table = 1 << 16 if codebook.is_grid else 0
+    operand = 32 * (8 * 128 + 32) if codebook.is_grid else 16 * (16 * 128 + 32)
+    staged = 4 * producers * (_BLOCK // 16) * 16 * codebook.half_steps
+    rest = 64 * 64 * 2 + _CONSUMERS * 2 * _BLOCK * 4 + 32  # matrix, scales, barriers
+    return dict(codebook_macros(codebook)) | {
+        "ROTATION_IN": rotation_in,
+        "ROTATION_OUT": rotation_out,
+        "BFLOAT16": int(bfloat16),
+        "WIDE_TABLE": 0,
+        "THREADS": _WARPGROUP * (_CONSUMERS + producers),
+        "SHARED_BYTES": table + 2 * (operand + staged) + rest,
+    }
 
 
 def weight_macros(
@@ -179,3 +235,6 @@ def variants() -> Iterator[Variant]:
         for rotation, limit in (((128, 128), 228 << 10), (pairs[turn % len(pairs)], 100 << 10)):
             macros, _ = weight_macros(codebook, *rotation, turn % 2 == 1, limit - _RESERVED_BYTES, limit)
             yield Variant("decode_weight", ("decode_weight",), macros)
+            if codebook.family in _WARPGROUP_FAMILIES and max(rotation) <= _LARGEST_ROTATION:
+                warpgroups = warpgroup_macros(codebook, *rotation, turn % 2 == 1)
+                yield Variant("decode_weight_sm90", ("decode_weight_sm90",), warpgroups)

@@ -1,5 +1,5 @@
 // decode_weight: the trellis of a module to rows of its weight, (out, in), in the original basis (spec/rotation.md §3), in
-// one pass.
+// one pass. decode_weight_sm90.cu does the same where it can.
 //
 // Further macros: ROTATION_IN and ROTATION_OUT (0, 32, 64, 128, 256), BFLOAT16 (0 or 1), STAGED (1: the trellis goes through
 // shared memory; 0: where that is too small) and RESIDENT (thread blocks that a multiprocessor holds).
@@ -16,10 +16,6 @@
 // they stay below 2^11 times that they are exact as they are, elsewhere they are split in two terms. Of EXL3's numbers the two
 // terms keep 22 bits.
 #include "weight_rotation.cuh"
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    return BFLOAT16 ? bfloat2_from_floats(low, high) : half2_from_floats(low, high);
-}
 
 // The first `count` of four neighbours of a row, one by one.
 __device__ __noinline__ void store_single(u16* target, int count, u32 low, u32 high) {

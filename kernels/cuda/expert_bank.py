@@ -104,14 +104,12 @@ def plan(geometry: BankGeometry, bfloat: bool, shared_limit: int) -> Plan:
 
 
 def _plan(geometry: BankGeometry, bfloat: bool, form: _Form) -> Plan:
-    chunk = 256 if max(geometry.blocks) > 128 else 128
     tables, books, first_free, numbers = _tables(geometry.codebooks, form)
     macros: dict[str, int | str] = {
         "HIDDEN": geometry.hidden,
         "INTERMEDIATE": geometry.intermediate,
         **dict(zip(("IN_GATE", "OUT_GATE", "IN_UP", "OUT_UP", "IN_DOWN", "OUT_DOWN"), geometry.blocks, strict=True)),
         "BOOKS": " ".join(books),
-        "BOOK_HALF_STEPS": ",".join(str(book.half_steps) for book in geometry.codebooks),
         "TABLES": " ".join(tables),
         "FIRST_FREE": first_free,
         "BFLOAT": int(bfloat),
@@ -121,8 +119,8 @@ def _plan(geometry: BankGeometry, bfloat: bool, form: _Form) -> Plan:
         "ASSIGNMENTS": _MOST,
     }
     team = _TOKENS * (2 * form.slice + 16) + TEAM_WARPS // _PARTS * _TOKENS * _ROW_BYTES
-    team += 4 * _TOKENS * (form.slice // chunk) + 2 * 13 * 4 + 8
-    shared = THREADS // 32 // TEAM_WARPS * team + _MOST * (4 + 4 + 2 + 2 + 12 + 3) + 4 + 8 + _MOST // 8
+    team += 4 * _TOKENS * (form.slice // _chunk(geometry)) + 2 * 13 * 4 + 8
+    shared = THREADS // 32 // TEAM_WARPS * team + _MOST * (4 + 4 + 2 + 2 + 2 + 12 + 3) + 4 + 8 + _MOST // 8
     # The device code asserts that its struct Shared, which this adds up, is no larger.
     macros["SHARED_BYTES"] = shared
     return Plan(macros, first_free + shared, tuple(numbers))
@@ -173,6 +171,8 @@ class _Specialisation(NamedTuple):
     numbers: torch.Tensor
     multiprocessors: int
     slice: int
+    overlap: bool
+    """Whether it may start before the one before it has ended."""
 
 
 # Without limit: captured CUDA graphs hold the address of ``numbers``, which must live as long as they may be replayed.
@@ -184,7 +184,12 @@ def _specialisation(spelling: str, bfloat: bool, device: int) -> _Specialisation
     kernel = load_kernel("expert_bank", "expert_bank", chosen.macros, device)
     numbers = torch.tensor(chosen.numbers or (0,), dtype=torch.int32).to(torch.int16).to(f"cuda:{device}")
     return _Specialisation(
-        kernel, chosen.shared_bytes, numbers, properties.multi_processor_count, int(chosen.macros["SLICE"])
+        kernel,
+        chosen.shared_bytes,
+        numbers,
+        properties.multi_processor_count,
+        int(chosen.macros["SLICE"]),
+        torch.cuda.get_device_capability(device) >= (9, 0),
     )
 
 
@@ -208,21 +213,47 @@ def cut(geometry: BankGeometry, num_experts: int, assignments: int, largest_slic
     ``assignments`` are tokens times experts of each; the experts are taken to be drawn at random.
     """
     groups = num_experts * (1 - (1 - 1 / num_experts) ** assignments) + assignments / 16
-    chunk = 256 if max(geometry.blocks) > 128 else 128
+    chunk = _chunk(geometry)
     found: list[tuple[int, int]] = []
-    for projections in ((0, 1), (2,)):
-        inputs = max(geometry.padded_sizes(each)[0] for each in projections)
-        blocks = -(-max(geometry.padded_sizes(each)[1] for each in projections) // _COLUMNS)
+    # Those of gate and up take longer, and nothing is left to fill gaps behind those of down.
+    for projections, enough in (((0, 1), 4), ((2,), 3)):
+        inputs, blocks = _size(geometry, projections)
         slices, most = -(-inputs // largest_slice), -(-inputs // chunk)
         tasks = groups * len(projections) * blocks
         while slices * 2 <= most and tasks * slices < 0.75 * teams:
             slices *= 2
         together = 1
-        while together < min(blocks, 4) and tasks * slices / together >= 4 * teams:
+        while together < min(blocks, 4) and tasks * slices / together >= enough * teams:
             together *= 2
         found.append((slices, together))
     (a_slices, a_together), (b_slices, b_together) = found
     return Cut(a_slices, b_slices, a_together, b_together)
+
+
+def _chunk(geometry: BankGeometry) -> int:
+    """Return how many features a warp rotates at once."""
+    return 256 if max(geometry.blocks) > 128 else 128
+
+
+def _size(geometry: BankGeometry, projections: tuple[int, ...]) -> tuple[int, int]:
+    """Return the inputs of the largest of some projections, and its blocks of 128 columns."""
+    inputs, outputs = (max(geometry.padded_sizes(each)[side] for each in projections) for side in (0, 1))
+    return inputs, -(-outputs // _COLUMNS)
+
+
+@lru_cache(maxsize=4096)
+def pieces(geometry: BankGeometry, work: Cut) -> tuple[np.int32, ...]:
+    """Return, of gate and up and then of down: slices, chunks of each, blocks of a task, and tasks of a slice."""
+    chunk = _chunk(geometry)
+    found: list[int] = []
+    for projections, slices, together in (
+        ((0, 1), work.a_slices, work.a_together),
+        ((2,), work.b_slices, work.b_together),
+    ):
+        inputs, blocks = _size(geometry, projections)
+        chunks = -(-inputs // chunk)
+        found += (slices, -(-chunks // slices), together, -(-blocks // together))
+    return tuple(np.int32(number) for number in found)
 
 
 _WEIGHT_KINDS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -299,5 +330,6 @@ def _launch_once(
         np.int32(num_experts),
         np.int32(expert_ids.element_size()),
         np.int32(_WEIGHT_KINDS[expert_weights.dtype]),
-        *(np.int32(number) for number in work),
+        *pieces(geometry, work),
+        overlap=chosen.overlap,
     )

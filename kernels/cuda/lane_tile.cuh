@@ -44,9 +44,9 @@ template <class B>
 struct TilePart {
     u32 word[B::WORDS + 1];
 
-    __device__ __forceinline__ void load(const u32* tile, int part) {
-        const u32* start = tile + part * B::WORDS;
-        word[0] = __ldg(part ? start - 1 : tile + B::TILE_WORDS - 1);
+    // From where the part starts, and how far from there the word before it is.
+    __device__ __forceinline__ void load(const u32* start, int before) {
+        word[0] = __ldg(start + before);
         if constexpr (B::WORDS % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < B::WORDS / 4; ++i) {

@@ -20,8 +20,12 @@ LOWEST_CAPABILITY: Final = (8, 0)
 _lock: Final = threading.RLock()
 
 
-def load_kernel(name: str, symbol: str, macros: Mapping[str, int | str], device_index: int) -> Kernel:
+def load_kernel(
+    name: str, symbol: str, macros: Mapping[str, int | str], device_index: int, *, specific: bool = False
+) -> Kernel:
     """Return the function ``symbol`` of ``<name>.cu``, specialised by the macros, ready to launch on a CUDA device.
+
+    With ``specific`` its code has instructions that only the device's own architecture has ("sm_90a").
 
     Compiled at the first use (or taken from disk, see `compiler.compile_cubin`) and kept for the life of the process.
     Everything that a launch would do lazily is done here, so that a kernel loaded before is safe to launch while a
@@ -31,7 +35,7 @@ def load_kernel(name: str, symbol: str, macros: Mapping[str, int | str], device_
     A damaged copy on disk is replaced. Raises DependencyError where cuda-core is missing, and UsageError for a device
     that is too old and for code that the driver refuses.
     """
-    return _load(name, symbol, tuple(sorted(macros.items())), device_index)
+    return _load(name, symbol, tuple(sorted(macros.items())), device_index, specific)
 
 
 @lru_cache(maxsize=32)
@@ -52,21 +56,26 @@ def architecture(device_index: int) -> str:
     return "sm_{}{}".format(*capability)
 
 
-def _load(name: str, symbol: str, macros: tuple[tuple[str, int | str], ...], device_index: int) -> Kernel:
+def _load(
+    name: str, symbol: str, macros: tuple[tuple[str, int | str], ...], device_index: int, specific: bool
+) -> Kernel:
     with _lock:
-        return _load_once(name, symbol, macros, device_index)
+        return _load_once(name, symbol, macros, device_index, specific)
 
 
 @cache
-def _load_once(name: str, symbol: str, macros: tuple[tuple[str, int | str], ...], device_index: int) -> Kernel:
+def _load_once(
+    name: str, symbol: str, macros: tuple[tuple[str, int | str], ...], device_index: int, specific: bool
+) -> Kernel:
     core = cuda_core()
-    code = compile_cubin(name, dict(macros), architecture(device_index))
+    target = architecture(device_index) + "a" * specific
+    code = compile_cubin(name, dict(macros), target)
     with _relaxed_capture(), _on_device(device_index):
         try:
             return _load_code(core, code, name, symbol)
         except Exception as error:  # cuda-core has its own errors
             # What was kept on disk may be damaged. If it is not, or was not from there, the result is the same.
-            again = compile_cubin(name, dict(macros), architecture(device_index), anew=True)
+            again = compile_cubin(name, dict(macros), target, anew=True)
             if again == code:
                 raise _refused(name, error) from error
         try:

@@ -22,34 +22,43 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
     int* arrived, const u16* prepared, const int* prepared_exponent, long long x_stride, int rows, int is_bfloat,
     int bias_kind, int x_aligned, int y_aligned, int in_features, int out_features, int k_tiles, int n_tiles,
     int rotation_in, int rotation_out, int unit_tiles, int slice_tiles, int column_groups, int buffers, int blocks,
-    int units, int most_parts, int inputs_at, int sums_at, float norm) {
+    int units, int most_parts, int sum_sets, int input_sets, int inputs_at, int sums_at, float norm) {
     const Problem p = {
         x, trellis, suh, svh, bias, y, x_stride, ONE_ROW ? 1 : rows, in_features, out_features, k_tiles, n_tiles,
         rotation_in, rotation_out, is_bfloat, bias_kind, x_aligned, y_aligned, unit_tiles, slice_tiles, column_groups,
-        buffers, parts, arrived, norm,
+        buffers, sum_sets, parts, arrived, norm,
     };
     extern __shared__ __align__(128) char shared[];
+    const TableEntries entries = load_entries();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int tig = lane & 3, quad = lane >> 2;
-    const int group = warp % p.column_groups, share = warp / p.column_groups, shares = warps / p.column_groups;
+    const int log_groups = log2_of(p.column_groups);
+    const int group = warp & (p.column_groups - 1), share = warp >> log_groups, shares = warps >> log_groups;
     const int width = p.column_groups * TILES * 16;  // columns of a block
     const int input_stride = p.slice_tiles * 16 + 8, sum_stride = width + 4;
     const u32 items = blocks * units;
-    const Cut cut = {(u32)blocks, (u32)units, items * blockIdx.y / gridDim.y, items * (blockIdx.y + 1) / gridDim.y};
+    Cut cut = {(u32)blocks, (u32)units, blockIdx.y, blockIdx.y + 1};
+    if (gridDim.x == 1 && gridDim.y != items)
+        cut.begin = items * blockIdx.y / gridDim.y, cut.end = items * (blockIdx.y + 1) / gridDim.y;
     const int count = cut.count();
-    // Inputs of this range of k are needed, a slice at a time; slices are counted from its start.
+    // Inputs of this range of k are needed, a slice at a time; slices are counted from its start. Where there is room
+    // for two, the next slice of prepared inputs is copied while one is used.
     const int inputs_first = gridDim.x > 1 ? min((int)blockIdx.x * p.unit_tiles, p.k_tiles) : 0;
     const int inputs_end = gridDim.x > 1 ? min(inputs_first + p.unit_tiles, p.k_tiles) : p.k_tiles;
 
     const u32 shared_base = (u32)__cvta_generic_to_shared(shared);
-    const int table_at = TABLE_ALIGNED ? 65536 - shared_base : 0;
     Shared s;
-    s.table = shared + table_at;
+    s.table = shared + (TABLE_START - shared_base);
     s.inputs = reinterpret_cast<u16*>(shared + inputs_at);
     s.sums = reinterpret_cast<float*>(shared + sums_at);
-    s.largest = reinterpret_cast<u32*>(s.sums + p.buffers * p.rows * sum_stride);
+    s.largest = reinterpret_cast<u32*>(s.sums + p.sum_sets * p.buffers * p.rows * sum_stride);
     s.exponent = reinterpret_cast<int*>(s.largest + p.rows * ((p.slice_tiles + 15) / 16));
-    const Lookup lookup(shared_base + table_at, lane);
+    s.barriers = ((u32)__cvta_generic_to_shared(s.exponent + 2 * p.rows) + 7) & ~7u;
+    if (threadIdx.x < 2) {
+        s.added(threadIdx.x).make(warps);
+        s.used(threadIdx.x).make(min(p.rows, warps));
+    }
+    const Lookup lookup(lane);
 
     // The steps of a warp come in runs: those of one slice in one share. While a warp computes a step the next one is
     // under way, of this run or of the first after it that has any, `ahead`.
@@ -58,9 +67,11 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
         int tile, end, columns;
     };
     int ahead_share = 0, ahead_end = 0;
-    const int tile_stride = 4 * shares;
-    const long long word_stride = (long long)tile_stride * p.n_tiles * TILE_WORDS;
-    auto slice_of = [&](int tile) { return (u32)(tile - inputs_first) / p.slice_tiles; };
+    int tile_stride = 4 * shares;
+    keep(tile_stride);
+    long long word_stride = (long long)tile_stride * p.n_tiles * TILE_WORDS;
+    asm volatile("" : "+l"(word_stride));
+    auto slice_of = [&](int tile) { return quotient(tile - inputs_first, p.slice_tiles); };
     auto find_run = [&] {
         for (; ahead_share < count; ++ahead_share, ahead_end = 0) {
             const Share part = cut.share(p, ahead_share);
@@ -86,22 +97,37 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
             if (piece * UNITS < run.columns) prefetch(run.words + piece * UNITS * TILE_WORDS);
-    if (threadIdx.x * 64 < (inputs_end - inputs_first) * 16) prefetch(p.suh + inputs_first * 16 + threadIdx.x * 64);
+    if (threadIdx.x * 64 < (inputs_end - inputs_first) * 16) {
+        prefetch(p.suh + inputs_first * 16 + threadIdx.x * 64);
+        if (prepared != nullptr) prefetch(prepared + inputs_first * 16 + threadIdx.x * 64);
+    }
     if (threadIdx.x * 64 < width && count > 0) {
         const int n = cut.share(p, 0).block * width + threadIdx.x * 64;
         if (n < p.out_features) prefetch(p.svh + n);
     }
-    fill_table(s.table);
+    fill_table(s.table, entries);
     wait_for_previous();
+    start_next();
 
     Step next;
     load_step(next, run.words, run.tile < run.end ? run.columns : 0);
 
     int inputs_row[GROUPS];  // of B column `quad`; rows that do not exist repeat the last
 #pragma unroll
-    for (int j = 0; j < GROUPS; ++j) inputs_row[j] = min(8 * j + quad, p.rows - 1) * input_stride + tig * 16;
+    for (int j = 0; j < GROUPS; ++j) {
+        inputs_row[j] = min(8 * j + quad, p.rows - 1) * input_stride + tig * 16;
+        keep(inputs_row[j]);
+    }
+    int before = lane_before(lane);
+    keep(before);
 
-    int turn = 0, present = -1;  // of exponents; the slice whose inputs are there
+    int turn = 0, present = -1;  // of exponents and buffers; the slice whose inputs are there
+    const int buffer_size = input_sets == 2 ? p.rows * input_stride : 0;
+    auto copy_slice = [&](int slice, int turn) {
+        const int first = inputs_first + slice * p.slice_tiles, tiles = min(p.slice_tiles, inputs_end - first);
+        copy_inputs(p, s.inputs + turn * buffer_size, input_stride, first, tiles, prepared);
+        if (threadIdx.x < p.rows) s.exponent[turn * p.rows + threadIdx.x] = prepared_exponent[threadIdx.x];
+    };
     for (int i = 0; i < count; ++i) {
         const Share part = cut.share(p, i);
         float sum[TILES][GROUPS][4];
@@ -118,16 +144,22 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
             const int end = min(slice_first + p.slice_tiles, part.end);
             if (slice != present) {
                 const bool fresh = tile == part.first;
-                if (present >= 0) __syncthreads();
                 turn ^= 1;
-                const int tiles = min(p.slice_tiles, inputs_end - slice_first);
                 if (prepared != nullptr) {
-                    copy_inputs(p, s, input_stride, slice_first, tiles, turn, prepared, prepared_exponent);
+                    if (input_sets == 1 && present >= 0) __syncthreads();
+                    if (input_sets == 1 || present < 0) copy_slice(slice, turn);
+                    finish_copies();
+                    const int following = end < part.end  ? slice + 1
+                                          : i + 1 < count ? slice_of(cut.share(p, i + 1).first)
+                                                          : slice;
+                    if (input_sets == 2 && following != slice) copy_slice(following, turn ^ 1);
                 } else {
+                    if (present >= 0) __syncthreads();
+                    const int tiles = min(p.slice_tiles, inputs_end - slice_first);
                     make_inputs(p, s, input_stride, slice_first, tiles, turn, fresh);
                 }
                 present = slice;
-                if (!fresh) {
+                if (!fresh && prepared == nullptr) {
 #pragma unroll
                     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
@@ -141,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
                 }
             }
             int steps = (end - tile - 4 * share + tile_stride - 1) / tile_stride;
-            const u16* inputs = s.inputs + (tile - slice_first + 4 * share) * 16;
+            const u16* inputs = s.inputs + turn * buffer_size + (tile - slice_first + 4 * share) * 16;
             tile = end;
             if (steps <= 0) continue;
 #pragma unroll 1
@@ -151,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
                 run.tile += tile_stride;
                 if (steps == 1) run = ahead;
                 load_step(next, run.words, run.tile < run.end ? run.columns : 0);
-                close_rings(now, lane);
+                close_rings(now, before);
 #pragma unroll
                 for (int pair = 0; pair < 2; ++pair) {
                     uint4 b[GROUPS];
@@ -163,18 +195,10 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
                             u32 a[4];
-#if IS_GRID && INDEX_BITS > 8 && GROUPS == 1
-                            const u32 b0 = r ? b[0].z : b[0].x, b1 = r ? b[0].w : b[0].y;
-                            decode_half_operand<0>(a, now, u, 2 * pair + r, lookup);
-                            mma_16x8x16(sum[u][0], a, b0, b1);
-                            decode_half_operand<1>(a, now, u, 2 * pair + r, lookup);
-                            mma_16x8x16(sum[u][0], a, b0 >> 16, b1 >> 16);
-#else
                             decode_operand(a, now, u, 2 * pair + r, lookup);
 #pragma unroll
                             for (int j = 0; j < GROUPS; ++j)
                                 mma_16x8x16(sum[u][j], a, r ? b[j].z : b[j].x, r ? b[j].w : b[j].y);
-#endif
                         }
                 }
                 inputs += tile_stride * 16;
@@ -182,59 +206,78 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
             ahead = find_run();
         }
 
-        // Sums of the warps: those of the first shares write a buffer each, further ones add to it.
-        if (i > 0) __syncthreads();
-        for (int round = 0; round * p.buffers < shares; ++round) {
-            if (share / p.buffers == round) {
-                float* buffer = s.sums + share % p.buffers * p.rows * sum_stride;
+        // Sums of the warps: those of the first shares write a buffer each, further ones add to it. Nobody waits for
+        // the warps that finish a block of columns, where there are two sets of buffers.
+        const int set = p.sum_sets == 2 ? i & 1 : 0, use = p.sum_sets == 2 ? i >> 1 : i;
+        float* sums = s.sums + set * p.buffers * p.rows * sum_stride;
+        if (use > 0) s.used(set).wait(use - 1);
+        const int log_buffers = log2_of(p.buffers);
+        float factors[GROUPS][2];
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                factors[j][e] = power_of_two(-s.exponent[turn * p.rows + min(8 * j + 2 * tig + e, p.rows - 1)]);
+        for (int round = 0; round << log_buffers < shares; ++round) {
+            if (round > 0) __syncthreads();
+            if (share >> log_buffers == round) {
+                float* buffer = sums + (share & (p.buffers - 1)) * p.rows * sum_stride;
 #pragma unroll
                 for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         const int row = 8 * j + 2 * tig + e;
                         if (row >= p.rows) continue;
-                        const float factor = power_of_two(-s.exponent[turn * p.rows + row]);
                         float* target = buffer + row * sum_stride + group * TILES * 16;
 #pragma unroll
                         for (int u = 0; u < TILES; ++u) {
                             const int column = unit_column(u, lane);
-                            float low = sum[u][j][e] * factor, high = sum[u][j][e + 2] * factor;
+                            float low = sum[u][j][e] * factors[j][e], high = sum[u][j][e + 2] * factors[j][e];
                             if (round > 0) low += target[column], high += target[column + 8];
                             target[column] = low;
                             target[column + 8] = high;
                         }
                     }
             }
-            __syncthreads();
         }
+        s.added(set).arrive(lane);
 
         // Sums of the buffers, a warp to a row. Where other thread blocks have a part of these columns, the last warp
-        // to come adds up what all have left, in their order.
+        // to come adds up what all have left, in their order; the rows of a warp are counted at once.
+        const int first_row = (warp - i * p.rows) & (warps - 1);  // other warps for each block of columns
+        if (first_row >= p.rows) continue;
+        s.added(set).wait(use);
         const int contributions = cut.contributions(part.block), column = lane * 8;
-        for (int row = warp; row < p.rows; row += warps) {
+        float* block_parts = p.parts + (long long)part.block * p.rows * most_parts * width + column;
+        u32 mine = 0xFFFFFFFFu;  // rows to finish, counted from `first_row` in steps of `warps`
+        if (contributions > 1) {
+            for (int row = first_row; row < p.rows; row += warps)
+                if (column < width) {
+                    float v[8] = {};
+                    add_buffers(v, p, sums + row * sum_stride + column, sum_stride);
+                    float4* part_of_row = reinterpret_cast<float4*>(
+                        block_parts + (row * most_parts + cut.contribution(part.block)) * width);
+                    part_of_row[0] = make_float4(v[0], v[1], v[2], v[3]);
+                    part_of_row[1] = make_float4(v[4], v[5], v[6], v[7]);
+                }
+            const int row = first_row + lane * warps;
+            mine = last_arrivals(p.arrived + part.block * p.rows + row, contributions, row < p.rows);
+        }
+        for (int row = first_row; row < p.rows; row += warps, mine >>= 1) {
+            if (!(mine & 1)) continue;
             float v[8] = {};
             if (column < width) {
-                const float* source = s.sums + row * sum_stride + column;
-#pragma unroll 2
-                for (int b = 0; b < p.buffers; ++b, source += p.rows * sum_stride) add_eight(v, source);
-            }
-            if (contributions > 1) {
-                float* row_parts = p.parts + ((long long)part.block * p.rows + row) * most_parts * width + column;
-                if (column < width) {
-                    float4* mine = reinterpret_cast<float4*>(row_parts + cut.contribution(part.block) * width);
-                    mine[0] = make_float4(v[0], v[1], v[2], v[3]);
-                    mine[1] = make_float4(v[4], v[5], v[6], v[7]);
-                }
-                if (!is_last_arrival(p.arrived + part.block * p.rows + row, contributions, lane)) continue;
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v[e] = 0.0f;
-                if (column < width) {
+                if (contributions > 1) {
+                    const float* source = block_parts + row * most_parts * width;
 #pragma unroll 4
-                    for (int c = 0; c < contributions; ++c) add_eight(v, row_parts + c * width);
+                    for (int c = 0; c < contributions; ++c) add_eight(v, source + c * width);
+                } else {
+                    add_buffers(v, p, sums + row * sum_stride + column, sum_stride);
                 }
             }
             rotate(v, p.rotation_out, lane);
             if (column < width) store_outputs(v, p, row, part.block * width + column);
         }
+        s.used(set).arrive(lane);
     }
 }

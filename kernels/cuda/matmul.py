@@ -15,7 +15,7 @@ from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import load_kernel
 from espalier_format.kernels.cuda.macros import codebook_macros
-from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, make_plan
+from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, has_wide_table, make_plan, possible_tiles
 from espalier_format.kernels.cuda.workspace import arrival_counters
 from espalier_format.kernels.linear import LinearOperand
 
@@ -48,7 +48,7 @@ def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> N
     k_tiles, n_tiles, _ = operand.trellis.shape
     device = device_limits(index)
     plan = make_plan(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
-    kernel, rotate_inputs, overlap = _kernels(codebook, plan.groups, rows == 1, plan.tiles, device.aligned_table, index)
+    kernel, rotate_inputs, overlap = _kernels(codebook, plan.groups, rows == 1, plan.tiles, plan.wide_table, index)
     x_stride = x.stride(0)
     is_bfloat = int(x.dtype == torch.bfloat16)
     x_aligned = int(x.data_ptr() % 16 == 0 and x_stride % 8 == 0 and in_features % 8 == 0)
@@ -113,6 +113,8 @@ def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> N
             plan.blocks,
             plan.units,
             plan.contributions,
+            plan.sum_sets,
+            plan.input_sets,
             plan.inputs_at,
             plan.sums_at,
         ),
@@ -123,32 +125,34 @@ def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> N
 
 @cache
 def _kernels(
-    codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool, device_index: int
+    codebook: Codebook, groups: int, one_row: bool, tiles: int, wide: bool, device_index: int
 ) -> tuple[Kernel, Kernel, bool]:
     """Return the kernels, and whether they may overlap with what stands before them."""
-    macros = kernel_macros(codebook, groups, one_row, tiles, aligned)
+    macros = kernel_macros(codebook, groups, one_row, tiles, wide)
     kernels = (load_kernel("matmul", symbol, macros, device_index) for symbol in _SYMBOLS)
     return *kernels, torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
-def kernel_macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, aligned: bool) -> dict[str, int | str]:
-    """Return how the kernels are specialised, for a plan's groups and tiles; ``aligned``: `Device.aligned_table`."""
+def kernel_macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, wide: bool) -> dict[str, int | str]:
+    """Return how the kernels are specialised, for a plan's groups and tiles; ``wide``: `Plan.wide_table`."""
     return {
         **codebook_macros(codebook),
         "GROUPS": groups,
         "ONE_ROW": int(one_row),
         "TILES": tiles,
         "THREADS": 32 * WARPS,
-        "TABLE_ALIGNED": int(aligned),
+        "WIDE_TABLE": int(wide),
     }
 
 
 def variants() -> Iterator[Variant]:
     """List how the kernels are compiled: every codebook for one row, and for a number of rows that changes."""
+    roomy = Device(multiprocessors=132, shared_bytes=227 << 10)
     for turn, codebook in enumerate(CODEBOOKS.values()):
         groups = (1, 2, 4, 8)[turn % 4]
-        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, 1, True, 2, turn % 2 == 0))
-        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, groups, False, 2, turn % 2 == 1))
+        tiles = possible_tiles(codebook, groups)[-1]
+        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, 1, True, 2, has_wide_table(codebook, 1, roomy)))
+        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, groups, False, tiles, False))
 
 
 @lru_cache(maxsize=4096)

@@ -42,6 +42,8 @@ __device__ __forceinline__ void make_inputs(const Problem& p, const Shared& s, i
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const u32 parts = (tiles * 16 + ROTATED - 1) / ROTATED, tasks = p.rows * parts;
     const int size = min(tiles * 16, p.in_features - first * 16);
+    const float inverse = __fdividef(1.0f, parts);  // near enough for fewer than 2^20 tasks
+    auto row_of = [&](u32 task) { return ONE_ROW ? 0u : (u32)((task + 0.5f) * inverse); };
     uint4 values[AT_ONCE] = {}, scales[AT_ONCE] = {};
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
@@ -50,10 +52,11 @@ __device__ __forceinline__ void make_inputs(const Problem& p, const Shared& s, i
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const u32 task = start + i * warps;
-                const int local = (ONE_ROW ? task : task % parts) * ROTATED + lane * 8;
+                const u32 row = row_of(task);
+                const int local = (task - row * parts) * ROTATED + lane * 8;
                 values[i] = scales[i] = make_uint4(0, 0, 0, 0);
                 if (task < tasks && local < size) {
-                    const u16* source = p.x + (ONE_ROW ? 0 : task / parts * p.x_stride) + first * 16 + local;
+                    const u16* source = p.x + row * p.x_stride + first * 16 + local;
                     if (p.x_aligned) values[i] = *reinterpret_cast<const uint4*>(source);
                     scales[i] = *reinterpret_cast<const uint4*>(p.suh + first * 16 + local);
                 }
@@ -66,7 +69,7 @@ __device__ __forceinline__ void make_inputs(const Problem& p, const Shared& s, i
                 for (int j = 1; j < AT_ONCE; ++j) values[j - 1] = values[j], scales[j - 1] = scales[j];
                 values[AT_ONCE - 1] = value, scales[AT_ONCE - 1] = scale;  // all are back in place at the end
                 if (task >= tasks) continue;
-                const int row = ONE_ROW ? 0 : task / parts, part = task - row * parts;
+                const int row = row_of(task), part = task - row * parts;
                 const int local = part * ROTATED + lane * 8;
                 const uint4 bits = p.x_aligned ? value : load_unaligned(p, row, first * 16 + local);
                 float v[8];
@@ -104,19 +107,31 @@ __device__ __forceinline__ void make_inputs(const Problem& p, const Shared& s, i
     }
 }
 
+// Copy 16 bytes to shared memory, or none of them and zeros instead, without waiting.
+__device__ __forceinline__ void copy_async(u32 target, const u16* source, bool wanted) {
+    const int size = wanted ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(size)
+                 : "memory");
+}
+
 // The same from what the kernel `rotate_inputs` has left: all of x, in the order of the operand, with one exponent a
-// row.
-__device__ __forceinline__ void copy_inputs(const Problem& p, const Shared& s, int input_stride, int first, int tiles,
-                                            int turn, const u16* prepared, const int* exponent) {
-    const u32 pieces = tiles * 2, held = p.slice_tiles * 2;  // of eight elements
-    for (u32 i = threadIdx.x; i < p.rows * held; i += blockDim.x) {
-        const u32 row = i / held, piece = i - row * held;
-        uint4 value = make_uint4(0, 0, 0, 0);
-        if (piece < pieces)
-            value = *reinterpret_cast<const uint4*>(prepared + ((long long)row * p.k_tiles + first) * 16 + piece * 8);
-        *reinterpret_cast<uint4*>(s.inputs + row * input_stride + piece * 8) = value;
+// row. Begins to copy; `finish_copies` ends all that has begun.
+__device__ __forceinline__ void copy_inputs(const Problem& p, u16* inputs, int input_stride, int first, int tiles,
+                                            const u16* prepared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int pieces = tiles * 2, held = p.slice_tiles * 2;  // of eight elements
+    const int log_side = p.rows > 8 ? 0 : p.rows > 4 ? 1 : 2, side = 1 << log_side;  // warps to a row
+    for (int row = warp >> log_side; row < p.rows; row += warps >> log_side) {
+        const u16* source = prepared + ((long long)row * p.k_tiles + first) * 16;
+        const u32 target = (u32)__cvta_generic_to_shared(inputs + row * input_stride);
+#pragma unroll 4
+        for (int piece = (warp & (side - 1)) * 32 + lane; piece < held; piece += side * 32)
+            copy_async(target + piece * 16, source + piece * 8, piece < pieces);
     }
-    if (threadIdx.x < p.rows) s.exponent[turn * p.rows + threadIdx.x] = exponent[threadIdx.x];
+}
+
+__device__ __forceinline__ void finish_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
 }
 
@@ -140,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) rotate_inputs(
     s.largest = reinterpret_cast<u32*>(shared);
     s.exponent = reinterpret_cast<int*>(s.largest + (k_tiles + 15) / 16);
     s.inputs = prepared + (long long)blockIdx.x * k_tiles * 16;
+    start_next();  // what a product has to do before it needs these inputs takes longer than this
     wait_for_previous();
     make_inputs(p, s, k_tiles * 16 + 8, 0, k_tiles, 0, true);
     if (threadIdx.x == 0) exponent[blockIdx.x] = s.exponent[0];

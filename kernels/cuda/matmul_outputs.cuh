@@ -10,17 +10,24 @@ __device__ __forceinline__ void add_eight(float (&v)[8], const float* source) {
     v[4] += b.x, v[5] += b.y, v[6] += b.z, v[7] += b.w;
 }
 
-// Count a warp that has written its part; tell whether it is the last of `all`, which then sees all parts and leaves
-// the counter zero. All lanes; what they wrote before is seen by whoever comes later.
-__device__ __forceinline__ bool is_last_arrival(int* counter, int all, int lane) {
-    int before = 0;
+// Eight sums of a row over all buffers, `source` those of the first one.
+__device__ __forceinline__ void add_buffers(float (&v)[8], const Problem& p, const float* source, int sum_stride) {
+#pragma unroll 2
+    for (int b = 0; b < p.buffers; ++b, source += p.rows * sum_stride) add_eight(v, source);
+}
+
+// Count a warp that has written its parts of some rows, each lane that is `wanted` one row at its own counter; return
+// as bits which lanes are the last of `all`. These see all parts of their row and leave the counter zero. All lanes;
+// what they wrote before is seen by whoever comes later.
+__device__ __forceinline__ u32 last_arrivals(int* counter, int all, bool wanted) {
+    int before = -1;
     __syncwarp();
-    if (lane == 0) {
+    if (wanted) {
         asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
         if (before == all - 1) *counter = 0;
     }
     __syncwarp();
-    return __shfl_sync(0xFFFFFFFFu, before, 0) == all - 1;
+    return __ballot_sync(0xFFFFFFFFu, before == all - 1);
 }
 
 // Eight outputs of a row from column n on: rotated sums to y.
@@ -28,7 +35,7 @@ __device__ __forceinline__ void store_outputs(const float (&v)[8], const Problem
     if (n >= p.out_features) return;
     const uint4 scales = *reinterpret_cast<const uint4*>(p.svh + n);
     const u32 scale[4] = {scales.x, scales.y, scales.z, scales.w};
-    const float shift = p.is_bfloat ? power_of_two(BFLOAT_SHIFT) : 1.0f;
+    const float shift = (p.is_bfloat ? power_of_two(BFLOAT_SHIFT) : 1.0f) * DECODED_UNIT;
     float out[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,10 +14,14 @@ from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
 
 _TABLE: Final = 65536
+_WIDE_TABLES: Final = {"int6": 131072, "int8": 135168}
+"""Bytes of the tables that `Plan.wide_table` is about."""
 _RESERVED: Final = 1024
-"""Shared memory that a thread block may have below its own."""
-_SUMS_BYTES: Final = 32768
-"""What the buffers of sums should not exceed."""
+"""Shared memory that a thread block may have below its own: the table begins behind it, whether it is there or not."""
+_SUMS_SHARE: Final = 6
+"""Of the shared memory, the buffers of sums should not exceed this part, a sixth."""
+_LEAST_IN_TURN: Final = 48
+"""Tiles of k from which on two slices in turn, of which one is copied while the other is used, are better than one."""
 _MOST_RANKS: Final = 16
 
 
@@ -33,14 +38,9 @@ class Device:
     """Shared memory that a thread block may ask for."""
 
     @property
-    def aligned_table(self) -> bool:
-        """Whether there is room for the table at a multiple of its size, with something on both sides."""
-        return self.shared_bytes >= 160 << 10
-
-    @property
     def max_rows(self) -> int:
         """The most rows of one launch: what has to be in shared memory at once fits."""
-        return 64 if self.shared_bytes >= 200 << 10 else 32 if self.aligned_table else 16
+        return 64 if self.shared_bytes >= 200 << 10 else 32 if self.shared_bytes >= 160 << 10 else 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ class Plan:
     tiles: int
     column_groups: int
     buffers: int
+    sum_sets: int
+    """Sets of buffers of sums, 1 or 2."""
+    input_sets: int
+    """Slices of prepared inputs that there is room for, 1 or 2."""
     ranks: int
     """Thread blocks that share a block of columns along k; 1: the sequence of all units is cut into equal shares."""
     thread_blocks: int
@@ -66,10 +70,12 @@ class Plan:
     inputs_at: int
     sums_at: int
     shared_bytes: int
+    wide_table: bool
+    """Whether the table of the grid is the larger one of ``codebook_tables.cuh``, for quick look-ups."""
     prepared: bool
     """Whether a kernel of its own rotates the inputs."""
-    clocks: float
-    """Estimated."""
+    microseconds: float
+    """Estimated, for an H200."""
 
     @property
     def width(self) -> int:
@@ -81,7 +87,10 @@ class _Room(NamedTuple):
     """Where things lie in shared memory, in bytes from its start."""
 
     slice_tiles: int
+    input_sets: int
     inputs_at: int
+    buffers: int
+    sum_sets: int
     sums_at: int
     end: int
 
@@ -95,7 +104,7 @@ def make_plan(
     Raises UsageError for a weight that is too large for the kernel's 32-bit arithmetic in every plan.
     """
     possible = candidates(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
-    best = min(possible, key=lambda plan: plan.clocks, default=None)
+    best = min(possible, key=lambda plan: plan.microseconds, default=None)
     if best is None:
         raise UsageError(
             "the weight is too large to be multiplied by one kernel", got=f"{n_tiles * TILE} x {k_tiles * TILE}"
@@ -111,11 +120,13 @@ def candidates(
     width = max(128, rotation_out)
     blocks = -(-n_tiles * TILE // width)
     unit = max(rotation_in, 64) // TILE
+    # Two kinds of table: one is quicker, with the other there is more room for inputs.
+    tables = [_TABLE if codebook.is_grid else 0]
+    if has_wide_table(codebook, groups, device):
+        tables.append(_WIDE_TABLES[codebook.family])
     all_units = -(-k_tiles // unit)
     cuts = [(1, all_units), (1, 1), *((ranks, ranks) for ranks in range(2, min(_MOST_RANKS, all_units) + 1))]
-    for tiles in (1, 2, 4):
-        if (tiles == 1 and codebook.half_steps % 2) or (tiles == 4 and (groups >= 4 or codebook.half_steps >= 10)):
-            continue
+    for tiles in possible_tiles(codebook, groups):
         for ranks, parts in cuts:
             unit_tiles = -(-all_units // parts) * unit
             units = -(-k_tiles // unit_tiles)
@@ -125,20 +136,28 @@ def candidates(
             if (blocks * units + 1) * thread_blocks >= 1 << 32:
                 continue
             inputs = unit_tiles if ranks > 1 else -(-k_tiles // 4) * 4
-            buffers = WARPS // (width // (TILE * tiles))
-            while buffers > 1 and buffers * rows * (width + 4) * 4 > _SUMS_BYTES:
-                buffers //= 2
-            room = _room(rows, inputs, unit, buffers * rows * (width + 4) * 4, codebook.is_grid, device)
-            plan = Plan(
-                rows=rows, groups=groups, tiles=tiles, column_groups=width // (TILE * tiles),
-                buffers=buffers, ranks=ranks, thread_blocks=thread_blocks, blocks=blocks, units=units,
-                unit_tiles=unit_tiles, contributions=contributions, slice_tiles=room.slice_tiles,
-                inputs_at=room.inputs_at, sums_at=room.sums_at, shared_bytes=room.end, prepared=False, clocks=0.0,
-            )  # fmt: skip
-            yield replace(plan, clocks=_clocks(plan, inputs))
-            if rows > 1:
-                prepared = replace(plan, prepared=True)
-                yield replace(prepared, clocks=_clocks(prepared, inputs))
+            for table, prepared in itertools.product(tables, (False, True)[: 1 + (rows > 1)]):
+                room = _room(rows, inputs, unit, width, WARPS * TILE * tiles // width, table, prepared, device)
+                plan = Plan(
+                    rows=rows, groups=groups, tiles=tiles, column_groups=width // (TILE * tiles), buffers=room.buffers,
+                    sum_sets=room.sum_sets, input_sets=room.input_sets, ranks=ranks, thread_blocks=thread_blocks,
+                    blocks=blocks, units=units, unit_tiles=unit_tiles, contributions=contributions,
+                    slice_tiles=room.slice_tiles, inputs_at=room.inputs_at, sums_at=room.sums_at,
+                    shared_bytes=room.end, wide_table=table > _TABLE, prepared=prepared, microseconds=0.0,
+                )  # fmt: skip
+                yield replace(plan, microseconds=_microseconds(plan, codebook, inputs))
+
+
+def possible_tiles(codebook: Codebook, groups: int) -> tuple[int, ...]:
+    """Return what `Plan.tiles` can be: a run of the stream is of whole words, and sums and words fit the registers."""
+    least = 1 + codebook.half_steps % 2
+    most = least if groups > 2 else 2 if groups == 2 or codebook.half_steps >= 10 else 4
+    return tuple(tiles for tiles in (1, 2, 4) if least <= tiles <= most)
+
+
+def has_wide_table(codebook: Codebook, groups: int, device: Device) -> bool:
+    """Tell whether a codebook has a larger table, and a device room for it beside inputs and sums of so many rows."""
+    return codebook.family in _WIDE_TABLES and groups <= 4 and device.shared_bytes >= 200 << 10
 
 
 def _divide(blocks: int, units: int, ranks: int, multiprocessors: int) -> tuple[int, int]:
@@ -161,55 +180,88 @@ def _divide(blocks: int, units: int, ranks: int, multiprocessors: int) -> tuple[
     )
 
 
-def _room(rows: int, inputs_tiles: int, unit: int, sums_bytes: int, is_grid: bool, device: Device) -> _Room:
-    """Place inputs and sums around the table, with inputs of as many tiles as fit, in whole units and equal slices."""
-    small = rows * 4 * -(-inputs_tiles // TILE) + 8 * rows  # largest, exponent
-    sums = -(-(sums_bytes + small) // 16) * 16
+def _room(
+    rows: int, inputs_tiles: int, unit: int, width: int, shares: int, table: int, prepared: bool, device: Device
+) -> _Room:
+    """Place inputs and sums behind a table of so many bytes.
 
-    def slices(space: int) -> tuple[int, int]:
-        """Return the tiles of a slice that fits the space, and its bytes; at least a unit."""
-        most = max((space // (2 * rows) - 8) // TILE // unit * unit, unit)
-        count = -(-inputs_tiles // most)
-        tiles = -(-inputs_tiles // count // unit) * unit
-        return tiles, rows * (tiles * TILE + 8) * 2
+    Inputs are there in whole, equal slices, of as many tiles as fit. What that leaves goes to more buffers of sums, of
+    which each share of the warps can have one, and to a second set of them.
+    """
+    buffers = shares
+    while buffers > 1 and buffers * rows * (width + 4) * 4 > device.shared_bytes // _SUMS_SHARE:
+        buffers //= 2
+    rooms = []
+    while buffers:
+        for sum_sets in (2, 1):
+            size = sum_sets * buffers * rows * (width + 4) * 4
+            size += rows * 4 * -(-inputs_tiles // TILE) + 8 * rows + 40  # largest, exponent, barriers
+            start = table + _RESERVED if table else 0
+            space = device.shared_bytes - start - -(-size // 16) * 16
+            tiles, input_sets = _slice(space, inputs_tiles, rows, unit), 1
+            if prepared and tiles < inputs_tiles:
+                half = _slice(space // 2, inputs_tiles, rows, unit)
+                if half >= _LEAST_IN_TURN:
+                    tiles, input_sets = half, 2
+            sums_at = start + input_sets * rows * (tiles * TILE + 8) * 2
+            room = _Room(tiles, input_sets, start, buffers, sum_sets, sums_at, sums_at + -(-size // 16) * 16)
+            if room.end <= device.shared_bytes:
+                rooms.append(room)
+        buffers //= 2
 
-    if not is_grid or not device.aligned_table:
-        start = _TABLE if is_grid else 0
-        tiles, size = slices(device.shared_bytes - start - sums)
-        return _Room(tiles, start, start + size, start + size + sums)
-    below, above = _TABLE - _RESERVED, 2 * _TABLE
-    tiles, size = slices(below - sums)
-    if tiles >= inputs_tiles and size + sums <= below:
-        return _Room(tiles, 0, size, above)
-    if sums <= below:
-        tiles, size = slices(device.shared_bytes - above)
-        return _Room(tiles, above, 0, above + size)
-    tiles, size = slices(below)
-    return _Room(tiles, 0, above, above + sums)
+    def worth(room: _Room) -> tuple[bool, int, int, int]:
+        return room.slice_tiles >= inputs_tiles, room.slice_tiles * room.input_sets, room.buffers, room.sum_sets
+
+    return max(rooms, key=worth)
 
 
-def _clocks(plan: Plan, inputs_tiles: int) -> float:
-    """Estimate the time of a plan: constants fitted to measurements on an H200; only their relations matter."""
-    shares = WARPS // plan.column_groups
+def _slice(space: int, inputs_tiles: int, rows: int, unit: int) -> int:
+    """Return the tiles of slices of inputs that fit so many bytes, in whole units, or one unit if none fits."""
+    most = max((space // (2 * rows) - 8) // TILE // unit * unit, unit)
+    return -(-inputs_tiles // -(-inputs_tiles // most) // unit) * unit
+
+
+# ---- estimates: of all constants, fitted to measurements on an H200, only the relations matter ---------------------
+
+_DECODING: Final = {"e2m1": 0.099, "int5": 0.636, "int6": 0.577, "int8": 2.051}
+"""Microseconds that 1000 weights of a lane in each warp of a scheduler take more than those of EXL3."""
+_DECODING_SMALL: Final = {"int6": 1.212, "int8": 6.152}
+"""The same, where there is a wide table and it is not used."""
+_MULTIPLYING: Final = {
+    (1, 1): 0.173, (1, 2): 1.579, (1, 4): 2.625, (2, 1): 0.854, (2, 2): 2.62,
+    (4, 1): 1.803, (4, 2): 4.0, (8, 1): 8.048, (8, 2): 20.0,
+}  # fmt: skip
+"""Microseconds for 1000 weights as before, by groups and tiles; without what a step takes with any number of tiles."""
+
+
+def _microseconds(plan: Plan, codebook: Codebook, inputs_tiles: int) -> float:
+    """Estimate the time of a plan, given how many tiles of k have inputs that a thread block needs."""
+    split = plan.contributions > 1
     if plan.ranks > 1:
-        segments = -(-plan.blocks // plan.thread_blocks)
+        segments = -(-plan.blocks // plan.thread_blocks)  # blocks of columns that a thread block has a part of
         tiles = segments * plan.unit_tiles
     else:
         each = -(-plan.blocks * plan.units // plan.thread_blocks)
-        segments = -(-each // plan.units) + (plan.contributions > 1)
+        segments = -(-each // plan.units) + split
         tiles = each * plan.unit_tiles
-    steps = max(-(-tiles // (4 * shares)), segments)
-    instructions = plan.tiles * 32 * (4.9 + 0.7 * (plan.groups - 1)) + 30  # of a warp and step
-    busy = min(WARPS, plan.column_groups * -(-tiles // (4 * segments))) / 4  # warps of a scheduler that have work
-    stalls = 1.65 if plan.tiles < 4 else 1.75
-    if plan.groups > 1:
-        stalls = 1.8 if plan.tiles == 1 else 2.0
-    clocks = 4000 + 200 * plan.tiles + steps * instructions * max(busy, 1.6) * stalls + segments * 600
-    if plan.contributions > 1:
-        clocks += segments * (2000 + 60 * plan.contributions + 80 * plan.rows if plan.ranks > 1 else 4000)
-    passes = 1 if inputs_tiles <= plan.slice_tiles else segments
+    shares = WARPS // plan.column_groups
+    steps = max(-(-tiles // (4 * shares)), segments)  # of a warp
+    busy = max(min(WARPS, plan.column_groups * -(-tiles // (4 * segments))) / 4, 1)  # warps of a scheduler
+    slow = codebook.family in _WIDE_TABLES and not plan.wide_table
+    decoding = (_DECODING_SMALL if slow else _DECODING).get(codebook.family, 0.0)
+    weights = decoding + _MULTIPLYING[plan.groups, plan.tiles] + 4.227 / plan.tiles
+    rounds = -(-plan.rows // WARPS)
+    time = 0.512 + steps * plan.tiles * 0.032 * busy * weights
+    time += segments * (2.138 + 0.0113 * plan.rows * shares)
+    if split:
+        exchange = 0.533 + 0.103 * rounds * (plan.contributions + 4)
+        time += exchange * (segments if plan.ranks > 1 else 1)
+    slices = -(-inputs_tiles // plan.slice_tiles)
+    # Slices that come to be in shared memory. The first and the last block of columns can be needed in part only.
+    passes = 1 if slices == 1 else min(slices * segments, -(-tiles // plan.slice_tiles) + segments - 1)
     if plan.prepared:
-        start = 5500 if plan.groups == 1 else 3500
-        return clocks + start + passes * (400 + plan.rows * inputs_tiles * TILE * 2 / 40)
-    rounds = -(-plan.rows * -(-inputs_tiles // TILE) // WARPS)
-    return clocks + passes * (600 + rounds * (2700 if plan.rows > 1 else 1000))
+        copied = plan.rows * plan.slice_tiles * TILE * 2 * (passes if plan.input_sets == 1 else 1)
+        return time + 2.355 + 0.0229 * copied / 1000 + 1.715 * (passes - 1)
+    tasks = -(-plan.rows * -(-inputs_tiles // slices // TILE) // WARPS)  # of a warp
+    per_task = 1.072 if plan.rows == 1 else 1.297
+    return time + passes * (0.066 + 1.305 * (plan.groups > 1) + per_task * tasks)

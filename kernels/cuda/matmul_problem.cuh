@@ -2,6 +2,7 @@
 #ifndef ESPALIER_MATMUL_PROBLEM
 #define ESPALIER_MATMUL_PROBLEM
 
+#include "shared_barrier.cuh"
 #include "tile_stream.cuh"
 
 constexpr int MAX_THREADS = THREADS;
@@ -24,8 +25,9 @@ struct Problem {
     int x_aligned, y_aligned;   // rows of x and y may be read and written 16 bytes at a time
     int unit_tiles;             // grid (1, n): k tiles of a unit. (ranks, n): of the range of a thread block
     int slice_tiles;            // k tiles whose inputs are in shared memory at a time, a multiple of 4
-    int column_groups;          // warps side by side along n
-    int buffers;                // of sums
+    int column_groups;          // warps side by side along n, a power of two
+    int buffers;                // of sums, a power of two
+    int sum_sets;               // of buffers, 1 or 2
     float* parts;               // [blocks of columns][rows][contributions][width] where there is more than one of these
     int* arrived;               // [blocks of columns][rows], zero before and after
     float norm;                 // 1 / the root of the product of both rotation blocks
@@ -58,18 +60,27 @@ __device__ __forceinline__ void rotate(float (&v)[8], int block, int lane) {
     }
 }
 
+// Where the parts of shared memory are. Of each set of sums: all warps have added to it; it has been used.
 struct Shared {
     char* table;
     u16* inputs;       // [rows][input_stride]
-    float* sums;       // [buffers][rows][sum_stride]
+    float* sums;       // [sum_sets][buffers][rows][sum_stride]
     u32* largest;      // [rows][parts of 256 inputs]
     int* exponent;     // [2][rows]
+    u32 barriers;      // address of four
+    __device__ __forceinline__ SharedBarrier added(int set) const { return {barriers + 16 * set}; }
+    __device__ __forceinline__ SharedBarrier used(int set) const { return {barriers + 16 * set + 8}; }
 };
 
 // What a thread block does of the product: its i-th block of columns, and the k tiles [first, end) of it.
 struct Share {
     int block, first, end;
 };
+
+__device__ __forceinline__ int log2_of(int power) { return 31 - __clz(power); }
+
+// a / b. Most are of a number below b, or by 1; divisions would be most of what a thread block has to do at first.
+__device__ __forceinline__ u32 quotient(u32 a, u32 b) { return a < b ? 0 : b == 1 ? a : a / b; }
 
 // All numbers fit 32 bits: the host sees to it that blocks * units * thread blocks does.
 struct Cut {
@@ -78,21 +89,22 @@ struct Cut {
     __device__ __forceinline__ u32 owner(u32 item) const { return ((item + 1) * gridDim.y - 1) / (blocks * units); }
     __device__ __forceinline__ int count() const {
         if (gridDim.x > 1) return gridDim.y >= blocks ? 1 : (blocks - blockIdx.y + gridDim.y - 1) / gridDim.y;
-        return begin == end ? 0 : (end - 1) / units - begin / units + 1;
+        return begin == end ? 0 : quotient(end - 1, units) - quotient(begin, units) + 1;
     }
     __device__ __forceinline__ Share share(const Problem& p, int i) const {
         if (gridDim.x > 1) {
             const int first = min((int)blockIdx.x * p.unit_tiles, p.k_tiles);
             return {(int)(blockIdx.y + i * gridDim.y), first, min(first + p.unit_tiles, p.k_tiles)};
         }
-        const u32 block = begin / units + i;
+        const u32 block = quotient(begin, units) + i;
         const u32 first = max(begin, block * units) - block * units;
         const u32 last = min(end, (block + 1) * units) - block * units;
         return {(int)block, (int)first * p.unit_tiles, min((int)last * p.unit_tiles, p.k_tiles)};
     }
     // How many thread blocks have a part of a block of columns, and which of them this one is.
     __device__ __forceinline__ int contributions(u32 block) const {
-        return gridDim.x > 1 ? gridDim.x : owner((block + 1) * units - 1) - owner(block * units) + 1;
+        if (gridDim.x > 1) return gridDim.x;
+        return units == 1 ? 1 : owner((block + 1) * units - 1) - owner(block * units) + 1;
     }
     __device__ __forceinline__ int contribution(u32 block) const {
         return gridDim.x > 1 ? blockIdx.x : blockIdx.y - owner(block * units);
@@ -104,10 +116,16 @@ __device__ __forceinline__ void prefetch(const void* address) {
 }
 
 // A kernel may start before the one that stands before it in its stream has ended, where the launch allows that. It
-// must not read what that one may write, weights too, nor write, before this. Lets the next kernel start.
+// must not read what that one may write, weights too, nor write, before this.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Let the next kernel start. That one waits for this one, so that this may stand before wait_for_previous.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }

@@ -12,12 +12,11 @@
 // rows. In one *step* a warp multiplies 4 tiles along k by TILES tiles along n; a lane holds TILES units, in PIECES
 // runs of UNITS units that lie together.
 //
-// Macros beside those of codebook.cuh: TILES, TABLE_ALIGNED (0 or 1, see below). Used by matmul.cu; made for other
-// kernels that multiply as well.
+// Macros beside those of codebook_tables.cuh: TILES. Used by matmul.cu; made for other kernels that multiply as well.
 #ifndef ESPALIER_TILE_STREAM
 #define ESPALIER_TILE_STREAM
 
-#include "codebook.cuh"
+#include "codebook_tables.cuh"
 
 // The longest run that loads in 16, 8 or 4 bytes at a time without leaving gaps between lanes.
 __device__ constexpr int whole_units(int half_steps) {
@@ -70,10 +69,13 @@ __device__ __forceinline__ void load_step(Step& step, const u32* words, int colu
     }
 }
 
-// Fetch what stands before each run from the lane that has it. All 32 lanes must come here.
-__device__ __forceinline__ void close_rings(Step& step, int lane) {
-    const int run = (lane >> 2) % RUNS;
-    const int before = run == 0 ? lane + 4 * (RUNS - 1) : lane - 4;
+// The lane that has what stands before each run of a lane.
+__device__ __forceinline__ int lane_before(int lane) {
+    return (lane >> 2) % RUNS == 0 ? lane + 4 * (RUNS - 1) : lane - 4;
+}
+
+// Fetch what stands before each run, from the lane that has it. All 32 lanes must come here.
+__device__ __forceinline__ void close_rings(Step& step, int before) {
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
         const u32 last = step.word[p][PIECE_WORDS];
@@ -115,67 +117,12 @@ __device__ __forceinline__ u32 hash_at(const u32* word, int position) {
     return doubled_state(word, position_end(position)) * DOUBLED_MULTIPLIER + ADDEND;
 }
 
-// ---- codebook tables in shared memory -----------------------------------------------------------------------------
-//
-// Each entry is there once for every bank, so that 32 lanes read 32 entries at once. e2m1 and int5: the top byte of the
-// hash is the index; an entry has 256 bytes, half of them the float16 in the low and half in the high half of a word,
-// so that the sum of two words is a pair. int6: 128 bytes an entry. int8: 16 bytes an entry; eight lanes share a copy.
-//
-// With TABLE_ALIGNED the table stands at a multiple of its size in the address space of shared memory. The byte
-// permutation that makes the offset of an entry then makes the whole address.
-#if IS_GRID
-constexpr bool BYTE_INDEX = INDEX_BITS <= 8;
-constexpr int ENTRY_BYTES = BYTE_INDEX ? 256 : INDEX_BITS == 9 ? 128 : 16;
-constexpr int TABLE_BYTES = 65536;
+// ---- products ------------------------------------------------------------------------------------------------------
 
-// All threads of the block; the caller synchronises.
-__device__ __forceinline__ void fill_table(char* table) {
-    uint4* words = reinterpret_cast<uint4*>(table);
-#pragma unroll 8
-    for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
-        const int entry = i * 16 / ENTRY_BYTES;
-        u32 value = grid_value(BYTE_INDEX ? entry >> (8 - INDEX_BITS) : entry);
-        if (BYTE_INDEX && (i & 8)) value <<= 16;
-        words[i] = make_uint4(value, value, value, value);
-    }
-}
-
-// What a lane needs to look entries up: `address` is that of the table in shared memory.
-struct Lookup {
-    u32 base, lane_bytes;
-    __device__ __forceinline__ Lookup(u32 address, int lane) {
-        base = TABLE_ALIGNED ? 0 : address;
-        lane_bytes = (TABLE_ALIGNED ? address : 0) | (ENTRY_BYTES >= 128 ? lane : lane % (ENTRY_BYTES / 4)) * 4;
-    }
-};
-
-// The value at a position, in the low half of a word (with HIGH, of a byte-indexed table: in the high half), else zero.
-template <bool HIGH>
-__device__ __forceinline__ u32 decode_one(const u32* word, int position, const Lookup& lookup) {
-    const u32 hash = hash_at(word, position);
-    constexpr u32 MASK = ((1u << INDEX_BITS) - 1) * ENTRY_BYTES;
-    static_assert(BYTE_INDEX || (1u << INDEX_BITS) * ENTRY_BYTES == 65536, "the index stands in the high half");
-    u32 address = BYTE_INDEX ? __byte_perm(hash, lookup.lane_bytes, 0x7634) : (hash >> 16 & MASK) | lookup.lane_bytes;
-    if (!TABLE_ALIGNED) address += lookup.base;
-    u32 value;
-    // Volatile: not to be moved before the barrier after fill_table.
-    asm volatile("ld.shared.u32 %0, [%1 + %2];" : "=r"(value) : "r"(address), "n"(HIGH ? 128 : 0));
-    return value;
-}
-#else
-constexpr int TABLE_BYTES = 0;
-__device__ __forceinline__ void fill_table(char*) {}
-struct Lookup {
-    __device__ __forceinline__ Lookup(u32, int) {}
-};
-#endif
-
-// The values of positions `i` and `i + 1` of a run, as a pair of float16.
+// The values of positions `i` and `i + 1` of a run, as a pair of float16 (of grids in units of DECODED_UNIT).
 __device__ __forceinline__ u32 decode_pair(const u32* word, int i, const Lookup& lookup) {
 #if IS_GRID
-    const u32 first = decode_one<false>(word, i, lookup);
-    if constexpr (BYTE_INDEX) return half2_add(first, decode_one<true>(word, i + 1, lookup));
-    return low_halves(first, decode_one<false>(word, i + 1, lookup));
+    return grid_pair(hash_at(word, i), hash_at(word, i + 1), lookup);
 #else
     u32 x0 = hash_at(word, i), x1 = hash_at(word, i + 1);
 #if FAMILY == FAMILY_EXL3_MUL1
@@ -206,21 +153,5 @@ __device__ __forceinline__ void decode_operand(u32 (&a)[4], const Step& step, in
     a[2] = decode_pair(word, i + 2, lookup);
     a[3] = decode_pair(word, i + 6, lookup);
 }
-
-#if IS_GRID
-// The same, not in pairs: the values of even k (ODD 0) or odd k (1) in the low halves, zeros in the high ones; for odd
-// k the other operand is to be shifted. Where a table has no high halves, two mma with these are cheaper than pairs, as
-// long as the tensor cores have little else to do.
-template <int ODD>
-__device__ __forceinline__ void decode_half_operand(u32 (&a)[4], const Step& step, int unit, int r,
-                                                    const Lookup& lookup) {
-    const u32* word = step.word[unit / UNITS];
-    const int i = unit % UNITS * 32 + r * 8 + ODD;
-    a[0] = decode_one<false>(word, i, lookup);
-    a[1] = decode_one<false>(word, i + 4, lookup);
-    a[2] = decode_one<false>(word, i + 2, lookup);
-    a[3] = decode_one<false>(word, i + 6, lookup);
-}
-#endif
 
 #endif  // ESPALIER_TILE_STREAM

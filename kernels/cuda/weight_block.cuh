@@ -2,7 +2,7 @@
 #ifndef ESPALIER_WEIGHT_BLOCK
 #define ESPALIER_WEIGHT_BLOCK
 
-#include "codebook.cuh"
+#include "weight_common.cuh"
 
 constexpr int BLOCK = 128;
 constexpr int TILES = BLOCK / 16;  // of a block, along each side
@@ -59,10 +59,6 @@ __device__ __forceinline__ int source_out(int source, int out_block) {
 // Of the two, the second half of the result takes the second negated.
 __device__ __forceinline__ bool source_negated(int source, int in_block, int out_block) {
     return (in_block % 2 && source % IN_SOURCES) != (out_block % 2 && source / IN_SOURCES);
-}
-
-__device__ __forceinline__ void copy_async(u32 shared_address, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(source));
 }
 
 // Start to copy what block (in_block, out_block) is made of: its scales, and its trellis with that of the blocks it is rotated

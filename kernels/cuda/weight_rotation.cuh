@@ -5,27 +5,6 @@
 #include "tensor_core.cuh"
 #include "weight_block.cuh"
 
-__device__ __forceinline__ float sum_of(float a, float b) { return a + b; }
-__device__ __forceinline__ float difference_of(float a, float b) { return a - b; }
-__device__ __forceinline__ u32 sum_of(u32 a, u32 b) { return half2_add(a, b); }
-__device__ __forceinline__ u32 difference_of(u32 a, u32 b) { return half2_subtract(a, b); }
-
-// Add and subtract COUNT rows, FIRST apart, as the Hadamard matrix of that size does, without its factor.
-template <int FIRST, int COUNT, typename T, int ROWS, int N>
-__device__ __forceinline__ void mix(T (&rows)[ROWS][N]) {
-#pragma unroll
-    for (int step = FIRST; step < FIRST * COUNT; step *= 2)
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-            if ((i & step) == 0)
-#pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    const T a = rows[i][j], b = rows[i + step][j];
-                    rows[i][j] = sum_of(a, b);
-                    rows[i + step][j] = difference_of(a, b);
-                }
-}
-
 struct Matrices {
     // 16 x 16; the input's also negated, its rows in the order in which a lane ends up with four neighbours along the input.
     u32 in[2][4], out[4];

@@ -99,6 +99,16 @@ def test_an_expert_bank_that_host_and_device_see_differently_does_not_compile(
     assert "static assertion failed" in check(wrong, "sm_90")
 
 
+@pytest.mark.parametrize(("macro", "less"), [("SHARED_BYTES", 16), ("THREADS", 128)])
+@pytest.mark.parametrize("turn", [0, -1])
+def test_a_weight_kernel_that_host_and_device_see_differently_does_not_compile(
+    macro: str, less: int, turn: int, needs_compiler: None
+) -> None:
+    variant = VARIANTS["decode_weight_sm90"][turn]
+    wrong = Variant(variant.kernel, variant.symbols, {**variant.macros, macro: int(variant.macros[macro]) - less})
+    assert "static assertion failed" in check(wrong, "sm_90a")
+
+
 def test_headers_are_written_out_once() -> None:
     source = compiler.kernel_source("decode_weight")
     assert "#include" not in source

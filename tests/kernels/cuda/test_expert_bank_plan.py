@@ -79,6 +79,19 @@ def test_work_is_cut_within_limits(assignments: int, intermediate: int) -> None:
         assert -(-inputs // 1024) <= slices <= -(-inputs // 128)
     assert found.a_together in (1, 2, 4)
     assert found.b_together in (1, 2, 4)
+    of_a, of_b = (tuple(map(int, part)) for part in np.split(np.array(expert_bank.pieces(bank, found)), 2))
+    assert (of_a[0], of_a[2], of_b[0], of_b[2]) == found[:1] + found[2:3] + found[1:2] + found[3:]
+    for (slices, chunks, together, tasks), projections in ((of_a, (0, 1)), (of_b, (2,))):
+        inputs, outputs = (max(bank.padded_sizes(each)[side] for each in projections) for side in (0, 1))
+        assert slices * chunks * 128 >= inputs
+        assert chunks * 128 <= 1024
+        assert (tasks - 1) * together * 128 < outputs <= tasks * together * 128
+
+
+def test_down_is_cut_coarsely_sooner() -> None:
+    """Measured with 16 tokens."""
+    found = expert_bank.cut(geometry("e2m1@2"), 256, 128, 1024, 528)
+    assert (found.a_together, found.b_together) == (1, 2)
 
 
 def test_few_tokens_are_cut_finer() -> None:

@@ -42,7 +42,7 @@ class Launches:
         monkeypatch.setattr(operands, "aligned", watched)
         monkeypatch.setattr(decode, "launch", self)
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any, **options: Any) -> None:
         self.count += 1
         tensors: list[Any] = [reference() for reference, _ in self.copies]
         assert all(tensor is not None for tensor in tensors)
@@ -67,7 +67,9 @@ def test_copies_of_the_trellis_live_until_codes_are_decoded(monkeypatch: pytest.
 
 def test_copies_of_operands_live_until_a_weight_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
-    chosen = SimpleNamespace(kernel=None, shared_bytes=0, resident_blocks=1, norm=np.float32(1))
+    chosen = SimpleNamespace(
+        kernel=None, threads=256, shared_bytes=0, resident_blocks=1, norm=np.float32(1), overlap=False
+    )
     monkeypatch.setattr(decode, "_specialisation", lambda *arguments: chosen)
     trellis, suh, svh = odd(8, 8, 48, dtype=torch.int16), odd(128, dtype=torch.float16), odd(128, dtype=torch.float16)
     operand = LinearOperand(trellis, suh, svh, CODEBOOK, 128, 128, 128, 128)

@@ -93,3 +93,35 @@ def test_shared_memory(name: str, multiprocessor: int) -> None:
             assert int(macros["RESIDENT"]) * (size + 1024) <= multiprocessor
             if multiprocessor == 228 << 10 and 256 not in (rotation_in, rotation_out):
                 assert (macros["STAGED"], int(macros["RESIDENT"]) >= 2) == (1, True)
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_shared_memory_of_warpgroups(name: str) -> None:
+    """227 KiB are what a thread block may have on compute capability 9.0."""
+    for rotation_in in BLOCKS:
+        macros = decode.warpgroup_macros(CODEBOOKS[name], rotation_in, 128, bfloat16=False)
+        assert int(macros["SHARED_BYTES"]) <= 227 << 10
+        assert int(macros["THREADS"]) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "rotation", "device", "takes"),
+    [
+        ("e2m1@2", (128, 128), (9, 0), True),
+        ("exl3-mcg@3", (0, 64), (9, 0), True),
+        ("int8@5", (128, 128), (9, 0), False),
+        ("e2m1@2", (128, 256), (9, 0), False),
+        ("e2m1@2", (256, 128), (9, 0), False),
+        ("e2m1@2", (128, 128), (8, 9), False),
+        ("e2m1@2", (128, 128), (10, 0), False),
+    ],
+)
+def test_who_takes_warpgroups(
+    name: str,
+    rotation: tuple[int, int],
+    device: tuple[int, int],
+    takes: bool,
+    capability: Callable[[int, int], None],
+) -> None:
+    capability(*device)
+    assert decode.takes_warpgroups(CODEBOOKS[name], *rotation, 0) == takes

@@ -19,6 +19,8 @@ from espalier_format.kernels import reference
 
 torch = pytest.importorskip("torch")
 from espalier_format.kernels import ops  # noqa: E402
+from espalier_format.kernels.cuda import matmul as cuda_matmul  # noqa: E402
+from espalier_format.kernels.cuda.matmul_plan import Device, candidates  # noqa: E402
 from espalier_format.kernels.matmul import FUSED_ROWS  # noqa: E402
 
 matmul = ops.matmul
@@ -149,7 +151,7 @@ def test_every_number_of_rows(rows: int, make_case: Callable[..., Case]) -> None
 
 
 @pytest.mark.parametrize(
-    "size", [(1, 1), (16, 16), (17, 129), (64, 2000), (5000, 31), (2048, 512), (6000, 200), (300, 5000)]
+    "size", [(1, 1), (16, 16), (17, 129), (64, 2000), (5000, 31), (2048, 512), (6000, 200), (300, 5000), (40, 36000)]
 )
 @pytest.mark.parametrize("name", ["e2m1@1", "exl3-mul1@2.5", "int6@4", "int8@6"])
 def test_sizes(name: str, size: tuple[int, int], make_case: Callable[..., Case]) -> None:
@@ -162,6 +164,23 @@ def test_sizes(name: str, size: tuple[int, int], make_case: Callable[..., Case])
         case = make_case(name, rotation, *size)
         x = activations(rows, size[0], dtype)
         case.check(x, None, case.product(x))
+
+
+@pytest.mark.parametrize(("name", "rows"), [("e2m1@2", 1), ("int6@4", 6), ("exl3-mul1@2.5", 20), ("int8@6", 40)])
+def test_every_plan(name: str, rows: int, make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the product is cut. With few multiprocessors a thread block takes several blocks of columns in turn."""
+    case = make_case(name, (128, 128), 3000, 700)
+    x = activations(rows, 3000, torch.float16)
+    k_tiles, n_tiles, _ = case.module.trellis.shape
+    device = cuda_matmul.device_limits(torch.cuda.current_device())
+    seen = set()
+    for multiprocessors in (1, 4, device.multiprocessors):
+        cut_for = Device(multiprocessors, device.shared_bytes)
+        for plan in candidates(case.module.codebook, 128, 128, k_tiles, n_tiles, rows, cut_for):
+            monkeypatch.setattr(cuda_matmul, "make_plan", lambda *_, plan=plan: plan)
+            case.check(x, None, case.product(x))
+            seen.add((plan.prepared, plan.slice_tiles < k_tiles, plan.ranks > 1))
+    assert len(seen) >= (2 if rows == 1 else 4)
 
 
 def test_many_rows_are_decoded_first(make_case: Callable[..., Case]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier_format.codec.codebook import CODEBOOKS, get_codebook
+from espalier_format.codec.codebook import CODEBOOKS, Codebook, get_codebook
 from espalier_format.codec.rotation import BLOCKS, padded
 from espalier_format.errors import UsageError
 
@@ -46,13 +46,17 @@ def shares(plan: Plan, k_tiles: int) -> dict[tuple[int, int], list[tuple[int, in
     return found
 
 
-def check_room(plan: Plan, is_grid: bool, device: Device) -> None:
+def check_room(plan: Plan, codebook: Codebook) -> None:
     """Inputs, sums and table of the kernel lie apart, wherever below 1 KiB a block's shared memory begins."""
-    inputs = plan.rows * (plan.slice_tiles * 16 + 8) * 2
-    sums = plan.buffers * plan.rows * (plan.width + 4) * 4 + plan.rows * 4 * -(-plan.slice_tiles // 16) + 8 * plan.rows
+    inputs = plan.input_sets * plan.rows * (plan.slice_tiles * 16 + 8) * 2
+    sums = plan.sum_sets * plan.buffers * plan.rows * (plan.width + 4) * 4
+    sums += plan.rows * 4 * -(-plan.slice_tiles // 16) + 8 * plan.rows
+    sums = -(-sums // 8) * 8 + 4 * 8  # four barriers of eight bytes, at a multiple of eight
     regions = [(plan.inputs_at, plan.inputs_at + inputs), (plan.sums_at, plan.sums_at + sums)]
-    if is_grid:
-        regions.append((65536 - 1024, 131072) if device.aligned_table else (0, 65536))
+    if codebook.is_grid:
+        # int6: 2^17 bytes. int8: (33 * 4095) // 128 + 1 rows. The table is at 1024 in the address space.
+        size = {9: 1 << 17, 12: 1056 * 128}[codebook.index_bits] if plan.wide_table else 65536
+        regions.append((0, 1024 + size))
     ordered = sorted(regions)
     assert ordered[0][0] >= 0
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
@@ -84,10 +88,13 @@ def test_every_weight_once(
         assert (plan.blocks - 1) * plan.width < n_tiles * 16 <= plan.blocks * plan.width
         assert WARPS % plan.column_groups == 0
         assert 1 <= plan.buffers <= WARPS // plan.column_groups
+        assert all(n & (n - 1) == 0 for n in (plan.buffers, plan.column_groups))
+        assert plan.sum_sets in {1, 2}
+        assert plan.input_sets == 1 or (plan.prepared and plan.input_sets == 2)
         assert plan.slice_tiles % 4 == 0
         assert plan.slice_tiles * 16 % max(rotation[0], 1) == 0
         assert plan.unit_tiles * 16 % max(rotation[0], 64) == 0
-        check_room(plan, get_codebook(name).is_grid, device)
+        check_room(plan, get_codebook(name))
         taken: dict[int, list[tuple[int, int]]] = {}
         for part in shares(plan, k_tiles).values():
             for block, first, end in part:
@@ -136,7 +143,7 @@ def test_compiles_for_every_codebook(name: str) -> None:
     codebook = get_codebook(name)
     rows = 1 + 9 * list(CODEBOOKS).index(name) % 64
     plan = make_plan(codebook, 128, 128, 256, 256, rows, H200)
-    macros = matmul.kernel_macros(codebook, plan.groups, rows == 1, plan.tiles, aligned=True)
+    macros = matmul.kernel_macros(codebook, plan.groups, rows == 1, plan.tiles, plan.wide_table)
     cubin, remarks = compile_text(kernel_source("matmul"), "matmul", macros, "sm_90")
     assert b"matmul" in cubin
     assert remarks == ""
