@@ -67,6 +67,7 @@ bench-cuda: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/cuda_matmul.py --write
 	$(BIN)/python benchmarks/cuda_expert_bank.py --write
 	$(BIN)/python benchmarks/cuda_encode.py --write
+	$(BIN)/python benchmarks/cuda_fused_rows.py
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -42,15 +42,15 @@ Clock cycles of a multiprocessor for a ring and a step, on one H200 at 1.98 GHz.
 
 | form | what is scarce | least | measured |
 |---|---|---|---|
-| grids, 1 bit | shared memory, 128 bytes a cycle: 2 bytes of cost a state; metrics | 2,048 | 2,430 |
-| grids, 2 to 4 bits | the same | 1,150 to 1,410 | 1,550 to 1,880 |
-| EXL3, 3 and 4 bits | instructions, 4 a cycle: 960 to 1,020 for 128 states of two rings | 1,960 | 2,670 to 2,780 |
-| 5 bits and more | integer multiplication, 64 a cycle: 2 a state | 2,048 | 3,280 to 3,430 |
+| grids, 1 bit | shared memory, 128 bytes a cycle: 2 bytes of cost a state; metrics | 2,048 | 2,420 |
+| grids, 2 to 4 bits | the same | 1,150 to 1,410 | 1,570 to 1,850 |
+| EXL3, 3 and 4 bits | instructions, 4 a cycle: 960 to 1,020 for 128 states of two rings | 1,960 | 2,640 to 2,750 |
+| 5 bits and more | integer multiplication, 64 a cycle: 2 a state | 2,048 | 3,350 to 3,540 |
 
 The aim, 4 times exllamav3 at equal error, is reached for grids from 1 to 4 bits by the fast search, whose error is not
 above exllamav3's, and at 1 bit by the exact one too. The exact one would need steps of 1,535, 1,400 and 1,235 cycles at
 2, 3 and 4 bits, for the end of the free pass and the last rings take a tenth of the time: 83 to 93 % of what shared
-memory can do; it is 72, 75 and 74 %. From 5 bits on it is not reached, by any effort: the metrics take 32 bits there,
+memory can do; it is 73, 75 and 73 %. From 5 bits on it is not reached, by any effort: the metrics take 32 bits there,
 so that two rings no longer share an instruction; what is gained instead is error.
 """
 

@@ -5,7 +5,7 @@
 Every codebook encodes the same samples of N(0, 1), in rings of 256; --exl3-rings at a time they are normalised to a
 mean square of 1. Grids are scaled by the ``gain`` of spec/grids.json, EXL3 codebooks by the best scale for a few of
 the samples. Widths from 5 bits on, and EXL3 codebooks, take only the first --exl3-rings rings. Speed is weights a
-second of processor time of one thread, the best of five runs: what else the machine does counts little. With --write
+second of processor time of one thread, the best of seven runs: what else the machine does counts little. With --write
 the tables go to benchmarks/results/encode-cpu.md as well. Takes about five minutes of two cores.
 """
 
@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from importlib import resources
 from math import log10
 from pathlib import Path
@@ -61,15 +62,16 @@ def best_scale(rings: np.ndarray, codebook: Codebook) -> float:
     return min(known, key=lambda scale: known[scale])
 
 
-def speed(rings: np.ndarray, codebook: Codebook, scale: float, effort: Effort = THOROUGH) -> str:
-    """Weights a second of processor time, on one thread."""
+def speeds(rings: np.ndarray, codebook: Codebook, scale: float, efforts: Sequence[Effort]) -> list[str]:
+    """Weights a second of processor time, on one thread; the efforts take turns, so that they meet the same machine."""
     rings = rings[:SPEED_RINGS]
-    fastest = float("inf")
-    for _ in range(5):
-        start = time.thread_time()
-        encode_tiles(rings, codebook, scale=scale, effort=effort, backend="numba")
-        fastest = min(fastest, time.thread_time() - start)
-    return f"{rings.size / fastest:,.0f}"
+    fastest = [float("inf")] * len(efforts)
+    for _ in range(7):
+        for index, effort in enumerate(efforts):
+            start = time.thread_time()
+            encode_tiles(rings, codebook, scale=scale, effort=effort, backend="numba")
+            fastest[index] = min(fastest[index], time.thread_time() - start)
+    return [f"{rings.size / seconds:,.0f}" for seconds in fastest]
 
 
 def error_cells(codebook: Codebook, errors: np.ndarray, rings: np.ndarray) -> list[str]:
@@ -124,13 +126,11 @@ def measure(rings: np.ndarray, fewer: int) -> list[str]:
         samples, scale = rings if codebook.bits < 5 else rings[:fewer], constants["gain"]
         errors = squared_errors(samples, codebook, scale)
         on_fewer[codebook.width] = float(errors[:fewer].mean())
-        columns = (
-            percent(float(errors.mean()), constants["mse"]),
-            speed(rings, codebook, scale),
-        )
-        for effort in (EXACT, FAST):
-            error = float(squared_errors(samples, codebook, scale, effort).mean())
-            columns = (*columns, percent(error, constants["mse"]), speed(rings, codebook, scale, effort))
+        efforts = (THOROUGH, EXACT, FAST)
+        columns: list[str] = []
+        for effort, rate in zip(efforts, speeds(rings, codebook, scale, efforts), strict=True):
+            found = errors if effort is THOROUGH else squared_errors(samples, codebook, scale, effort)
+            columns += [percent(float(found.mean()), constants["mse"]), rate]
         lines.append(row(codebook.name, *error_cells(codebook, errors, rings), *columns))
     lines += [
         "",
@@ -147,7 +147,7 @@ def measure(rings: np.ndarray, fewer: int) -> list[str]:
         errors = squared_errors(rings[:fewer], codebook, scale)
         grid = on_fewer.get(codebook.width)
         over = "–" if grid is None else percent(float(errors.mean()), grid)
-        columns = (over, speed(rings, codebook, scale), f"{scale:.3f}")
+        columns = [over, *speeds(rings, codebook, scale, (THOROUGH,)), f"{scale:.3f}"]
         lines.append(row(codebook.name, *error_cells(codebook, errors, rings), *columns))
     return lines
 

@@ -20,8 +20,9 @@ from espalier_format.kernels.linear import GPU_BLOCK, LinearOperand, check_activ
 from espalier_format.kernels.numpy_decoder import row_blocks
 
 FUSED_ROWS: Final = 64
-"""The most rows for which the weight is decoded inside the product. On an H200 that is faster up to this number from
-4096 x 4096 on; 2048 x 4096 would change at 46 rows, 2048 x 512 at 28 (benchmarks/results/cuda-matmul.md)."""
+"""The most rows for which the weight is decoded inside the product. On an H200 that is faster, or as fast, up to this
+number from 4096 x 4096 on; e2m1@2 of 2048 x 4096 would change at 46 rows, of 2048 x 512 at 28
+(benchmarks/results/cuda-matmul.md)."""
 
 
 def register(library: Any) -> None:

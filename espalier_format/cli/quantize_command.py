@@ -69,7 +69,9 @@ def quantize(
     ] = None,
     effort: Annotated[
         SearchEffort,
-        typer.Option("--effort", help="How the trellis is searched: fast takes half the time, for 1 % more error."),
+        typer.Option(
+            "--effort", help="How the trellis is searched: fast takes half the time of thorough, for 1 % more error."
+        ),
     ] = SearchEffort.THOROUGH,
     backend: Annotated[
         SearchBackend, typer.Option("--backend", help="Where the trellis is searched; never changes the result.")

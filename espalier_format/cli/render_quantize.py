@@ -25,7 +25,7 @@ def render_quantize(report: QuantizeReport) -> None:
     rows = [
         ("quantized", f"{source} to {target}, {plural(len(report.modules), 'module')}{resumed}{kept}"),
         ("bits", f"{bits(report.bits)} per weight, head {bits(report.head_bits)}"),
-        ("error", f"{report.relative_mse:.4g} of the squared weights"),
+        ("error", f"{report.relative_mse:.4g} of the squared weights, effort {report.effort}"),
         *((codebook, plural(number, "module")) for codebook, number in _codebooks(report).items()),
         (
             "written",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from espalier_format.errors import UsageError
 
@@ -16,7 +16,7 @@ _FEWEST_PASSES: Final = 2
 class Effort:
     """What a trellis search does for each ring; `numpy_backend` says what the passes are.
 
-    Raises UsageError for fewer than two passes.
+    Raises UsageError for fewer than two passes and for values of other types.
     """
 
     passes: int
@@ -25,7 +25,9 @@ class Effort:
     """Whether the free pass sees only the half of the ring around its boundary, 64 positions on either side."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for fewer than two passes."""
+        """Raise UsageError as the class says."""
+        if type(self.passes) is not int or type(self.short) is not bool:
+            raise UsageError("an effort is a whole number of passes, and whether the first is short", got=repr(self))
         if self.passes < _FEWEST_PASSES:
             raise UsageError("it takes at least two passes", got=self.passes)
 
@@ -35,18 +37,19 @@ class Effort:
 
 
 FAST: Final = Effort(2, short=True)
-"""Three quarters of the time of `EXACT`; the squared error is 0.4 to 0.9 % higher."""
+"""Three quarters of the time of `EXACT`; the squared error of grids is 0.4 to 0.9 % higher."""
 EXACT: Final = Effort(2)
 """The exact search: optimal for the boundary that a pass over the whole ring finds."""
 THOROUGH: Final = Effort(3)
-"""Half as long again as `EXACT`; the squared error is 0.1 to 0.3 % lower."""
+"""Half as long again as `EXACT`; the squared error of grids is 0.1 to 0.3 % lower."""
 
 EFFORTS: Final[Mapping[str, Effort]] = MappingProxyType({"fast": FAST, "exact": EXACT, "thorough": THOROUGH})
 """The efforts that have names."""
 
 
 def get_effort(name: str) -> Effort:
-    """Return the effort of a name. Raises UsageError for an unknown one."""
-    if name not in EFFORTS:
-        raise UsageError("unknown effort", expected=list(EFFORTS), got=name)
+    """Return the effort of a name. Raises UsageError for an unknown one, or what is no name."""
+    given: Any = name  # whatever the annotation says
+    if not isinstance(given, str) or given not in EFFORTS:
+        raise UsageError("unknown effort", expected=list(EFFORTS), got=str(given))
     return EFFORTS[name]

@@ -38,6 +38,8 @@ class EncoderOptions:
 
     def __post_init__(self) -> None:
         """Raise UsageError for values out of range."""
+        if not isinstance(self.effort, Effort):
+            raise UsageError("the effort must be an Effort; get_effort finds it by name", got=repr(self.effort))
         if self.threads < 1:
             raise UsageError("threads must be at least 1", got=self.threads)
         if self.scale_search_tiles < 0:

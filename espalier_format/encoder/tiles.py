@@ -72,8 +72,10 @@ def encode_tiles(
         raise DtypeError("targets must be floating point", got=targets.dtype)
     if not 1 / _LARGEST <= scale <= _LARGEST:
         raise UsageError("the scale must be positive and of a sane size", got=scale)
-    if not (np.abs(targets) <= _LARGEST).all():
+    if not float(np.abs(targets).max(initial=0)) <= _LARGEST:  # a NaN too
         raise UsageError("targets must be finite and of a sane size", expected=f"at most {_LARGEST} in magnitude")
+    if not isinstance(effort, Effort):
+        raise UsageError("the effort must be an Effort; get_effort finds it by name", got=repr(effort))
     if threads < 1:
         raise UsageError("threads must be at least 1", got=threads)
     cost = branch_cost(codebook)

@@ -50,7 +50,8 @@ def quantize_checkpoint(
     ``bits`` alone. ``bits`` is the average of the output as an Espalier config states it (spec/config.md §8), met
     within 0.005. ``hessians`` is a folder with a file per module, ``sensitivity`` a file with weights for the errors
     of modules. ``effort`` is how thoroughly the trellis is searched (`encoder.effort`): "fast" takes half the time of
-    "thorough" for a squared error that is 0.5 to 1.2 % higher, "exact" two thirds for 0.1 to 0.3 %.
+    "thorough", for a squared error of grids that is 0.5 to 1.2 % higher, "exact" two thirds for 0.1 to 0.3 %. The
+    report says which it was.
 
     The result is the same, byte for byte, for the same source, options and ``seed``, whatever the number of
     ``threads``, the ``backend`` and the interruptions. The output appears all at once at the end. Until then finished

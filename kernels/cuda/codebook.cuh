@@ -25,7 +25,6 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
-typedef unsigned long long u64;
 
 // ---- float16 without a header -------------------------------------------------------------------------------------
 
@@ -148,17 +147,18 @@ __device__ __forceinline__ u32 window(const Segment& segment) {
 
 __device__ __forceinline__ u32 hashed(u32 state) { return state * MULTIPLIER + ADDEND; }
 
+// The same of a state that a byte permutation has taken twice into its word, s + 2^16 s, which spares a mask:
+// (1 + 2^16) (1 - 2^16) = 1 modulo 2^32.
+__device__ __forceinline__ u32 hashed_twice(u32 doubled) { return doubled * (MULTIPLIER * (1u - 65536u)) + ADDEND; }
+
 #if IS_GRID
 
 constexpr int TABLE_ENTRIES = 1 << INDEX_BITS;
 
 __device__ __forceinline__ u32 grid_index(u32 state) { return hashed(state) >> (32 - INDEX_BITS); }
 
-// The stored code of an entry of the table (e2m1: doubled), and its value as a float16.
+// The stored code of an entry of the table (e2m1: doubled).
 __device__ __forceinline__ int grid_code(int entry) { return GRID_CODES[entry]; }
-__device__ __forceinline__ u16 grid_value(int entry) {
-    return half_from_float(FAMILY == FAMILY_E2M1 ? 0.5f * GRID_CODES[entry] : 1.0f * GRID_CODES[entry]);
-}
 
 #else
 

@@ -12,8 +12,8 @@
 // (ROTATE_FIRST is false); consumers split its sums into two float16 terms, 22 bits, and rotate them along four of the seven
 // binary digits of the input.
 //
-// Macros: those of codebook_tables.cuh (WIDE_TABLE 0; not int8, which has no room), ROTATION_IN and ROTATION_OUT (0, 32, 64, 128), BFLOAT16 (0 or 1), THREADS
-// and SHARED_BYTES. in_features is a multiple of 8.
+// Macros: those of codebook_tables.cuh (WIDE_TABLE is 0; not int8), ROTATION_IN and ROTATION_OUT (0, 32, 64, 128), BFLOAT16 (0 or
+// 1), THREADS and SHARED_BYTES. in_features is a multiple of 8.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 #include "weight_column.cuh"
@@ -124,14 +124,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_weight_sm90(
     char* shared_0 = shared - start_address;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
 
-    allow_next_kernel();
+    start_next();
     fill_table(shared_0 + TABLE_START, load_entries());
     fill_matrix(shared_0 + MATRIX_START);
     if (threadIdx.x < 2 * BUFFERS)  // the warps of a block of weights: eight producers, and all consumers
-        SharedBarrier{BARRIERS_START + 8 * threadIdx.x}.make(8);
+        SharedBarrier{BARRIERS_START + 8 * threadIdx.x}.make(TILES);
     show_to_products();
     __syncthreads();
-    await_last_kernel();
+    wait_for_previous();
 
     u32 matrix[2][2];  // 16 x 16 along the input, as operand b
 #pragma unroll

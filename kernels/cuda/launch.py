@@ -31,7 +31,7 @@ def launch(
     ``grid`` counts thread blocks, ``block`` the threads of each (in one dimension); ``shared_bytes`` is dynamic
     shared memory and may exceed 48 KiB. Of the arguments, a plain int is a pointer; a scalar is a numpy or ctypes
     scalar of the parameter's type. With ``overlap`` the kernel may start before the one before it in the stream has
-    ended, and waits itself before it reads or writes (``griddepcontrol.wait``; compute capability 9.0). Safe from any
+    ended, and waits itself before it reads or writes (``overlap.cuh``; compute capability 9.0 and above). Safe from any
     thread, and while the stream is being captured if `loading.load_kernel` came before.
 
     Raises UsageError when the device has too little shared memory. An error of a kernel that ran shows later, at
@@ -79,7 +79,7 @@ def _stream(handle: int) -> Stream:
 def _config(grid: tuple[int, int, int], block: int, shared_bytes: int, overlap: bool) -> LaunchConfig:
     core = cuda_core()
     options: dict[str, Any] = {}
-    if overlap and hasattr(core.LaunchConfig, "programmatic_stream_serialization"):
+    if overlap and hasattr(core.LaunchConfig, "programmatic_stream_serialization"):  # an older cuda-core has not
         options["programmatic_stream_serialization"] = True
     config: LaunchConfig = core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes, **options)
     return config

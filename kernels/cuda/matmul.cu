@@ -17,7 +17,7 @@
 #include "matmul_inputs.cuh"
 #include "matmul_outputs.cuh"
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul(
     const u16* x, const u32* trellis, const u16* suh, const u16* svh, const void* bias, u16* y, float* parts,
     int* arrived, const u16* prepared, const int* prepared_exponent, long long x_stride, int rows, int is_bfloat,
     int bias_kind, int x_aligned, int y_aligned, int in_features, int out_features, int k_tiles, int n_tiles,
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) matmul(
                             decode_operand(a, now, u, 2 * pair + r, lookup);
 #pragma unroll
                             for (int j = 0; j < GROUPS; ++j)
-                                mma_16x8x16(sum[u][j], a, r ? b[j].z : b[j].x, r ? b[j].w : b[j].y);
+                                multiply_add(sum[u][j], a, r ? b[j].z : b[j].x, r ? b[j].w : b[j].y);
                         }
                 }
                 inputs += tile_stride * 16;

@@ -137,7 +137,7 @@ __device__ __forceinline__ void finish_copies() {
 
 // Where many rows and a long k make it dear for every thread block to rotate the inputs, this does it once. A thread
 // block takes a row. Shared memory: as make_inputs uses it.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) rotate_inputs(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rotate_inputs(
     const u16* x, const u16* suh, u16* prepared, int* exponent, long long x_stride, int is_bfloat, int x_aligned,
     int in_features, int k_tiles, int rotation_in) {
     extern __shared__ __align__(128) char shared[];

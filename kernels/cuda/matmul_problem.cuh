@@ -2,10 +2,10 @@
 #ifndef ESPALIER_MATMUL_PROBLEM
 #define ESPALIER_MATMUL_PROBLEM
 
+#include "overlap.cuh"
 #include "shared_barrier.cuh"
 #include "tile_stream.cuh"
 
-constexpr int MAX_THREADS = THREADS;
 constexpr int ROTATED = 256;  // elements that a warp rotates at a time, eight to a lane
 
 struct Problem {
@@ -113,21 +113,6 @@ struct Cut {
 
 __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// A kernel may start before the one that stands before it in its stream has ended, where the launch allows that. It
-// must not read what that one may write, weights too, nor write, before this.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Let the next kernel start. That one waits for this one, so that this may stand before wait_for_previous.
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 #endif  // ESPALIER_MATMUL_PROBLEM

@@ -17,6 +17,7 @@
 #define ESPALIER_TILE_STREAM
 
 #include "codebook_tables.cuh"
+#include "tensor_core.cuh"
 
 // The longest run that loads in 16, 8 or 4 bytes at a time without leaving gaps between lanes.
 __device__ constexpr int whole_units(int half_steps) {
@@ -94,16 +95,14 @@ __device__ constexpr int position_end(int i) {
     return 32 + (i >> 1) * HALF_STEPS + (i & 1 ? HALF_STEPS : HALF_STEPS >> 1);
 }
 
-// The state that ends at `end`, twice in its word: s + 65536 s. So one byte permutation takes it from two words, and
-// needs no zeros. (1 + 2^16) (1 - 2^16) = 1 modulo 2^32 makes the product with DOUBLED_MULTIPLIER that of s. `end` is a
-// constant once loops are unrolled; the shifted words of one offset in a byte are shared by all states that have it.
-constexpr u32 DOUBLED_MULTIPLIER = MULTIPLIER * (1u - 65536u);
-
 __device__ __forceinline__ u32 shifted_word(const u32* word, int index, int shift) {
     if (shift == 0) return word[index];
     return __funnelshift_l(index < PIECE_WORDS ? word[index + 1] : 0u, word[index], shift);
 }
 
+// The state that ends at `end`, twice in its word (`hashed_twice`). So one byte permutation takes it from two words, and
+// needs no zeros. `end` is a constant once loops are unrolled; the shifted words of one offset in a byte are shared by
+// all states that have it.
 __device__ __forceinline__ u32 doubled_state(const u32* word, int end) {
     const int shift = end & 7, first = (end >> 3) - 2, index = first >> 2;
     const u32 a = shifted_word(word, index, shift);
@@ -114,34 +113,24 @@ __device__ __forceinline__ u32 doubled_state(const u32* word, int end) {
 }
 
 __device__ __forceinline__ u32 hash_at(const u32* word, int position) {
-    return doubled_state(word, position_end(position)) * DOUBLED_MULTIPLIER + ADDEND;
+    return hashed_twice(doubled_state(word, position_end(position)));
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
 // The values of positions `i` and `i + 1` of a run, as a pair of float16 (of grids in units of DECODED_UNIT).
 __device__ __forceinline__ u32 decode_pair(const u32* word, int i, const Lookup& lookup) {
-#if IS_GRID
-    return grid_pair(hash_at(word, i), hash_at(word, i + 1), lookup);
-#else
     u32 x0 = hash_at(word, i), x1 = hash_at(word, i + 1);
-#if FAMILY == FAMILY_EXL3_MUL1
-    // Both sums in one word: 1024 + the sum of the bytes needs 16 bits.
+#if IS_GRID
+    return grid_pair(x0, x1, lookup);
+#elif FAMILY == FAMILY_EXL3_MUL1
+    // As exl3_pair_of_hashes, with both sums in one word: 1024 + the sum of the bytes needs 16 bits.
     x1 = __dp4a(x1, 0x01010101u, 0x6400u);
     x0 = __dp4a(x0, 0x01010101u, x1 * 65536u + 0x6400u);
     return half2_fma(x0, 0x1EEE1EEEu, 0xC931C931u);
 #else
-    x0 = (x0 & 0x8FFF8FFFu) ^ 0x3B603B60u;
-    x1 = (x1 & 0x8FFF8FFFu) ^ 0x3B603B60u;
-    return half2_add(low_halves(x0, x1), high_halves(x0, x1));
+    return exl3_pair_of_hashes(x0, x1);
 #endif
-#endif
-}
-
-__device__ __forceinline__ void mma_16x8x16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Decode the A operand of the r-th mma (0 ... 3) of a unit (0 ... TILES - 1).

@@ -171,7 +171,8 @@ DEVICE u32 take_two_steps(const Searcher& s, const Pass& pass, const u32 (&codes
     return in;
 }
 
-// Search the ring once, or as much of it as the free pass sees: from its first position to where the tracing warp, or find_end, goes on.
+// Search the ring once, or as much of it as the free pass sees: from its first position to where the tracing warp, or
+// find_end, goes on.
 DEVICE void search_pass(const Searcher& s, const u32 (&codes)[CODE_REGISTERS], int set, int number, u32* checkpoints) {
     const bool free = number == 0; // may begin and end anywhere
     const Span span = span_of(number, s.rule);

@@ -72,8 +72,4 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Let the next kernel of the stream start; wait until what this one depends on has ended.
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void await_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 #endif  // ESPALIER_WARPGROUP

@@ -37,8 +37,7 @@ __device__ __forceinline__ Segment shared_segment(const TileWords& words, int of
     return segment;
 }
 
-// The hash of position J of the lane. A byte permutation gives the window twice, s + 2^16 s, and spares a mask:
-// (1 + 2^16) (1 - 2^16) = 1 modulo 2^32.
+// The hash of position J of the lane.
 template <int J>
 __device__ __forceinline__ u32 window_hash(const Segment& segment) {
     constexpr int first = SEGMENT_OFFSET + window_end(J);
@@ -48,8 +47,7 @@ __device__ __forceinline__ u32 window_hash(const Segment& segment) {
     if constexpr (offset != 0) high = __funnelshift_l(segment.word[word + 1], high, offset);
     if constexpr (offset != 0 && byte == 3) low = __funnelshift_l(segment.word[after], low, offset);
     constexpr u32 SELECTED = byte == 0 ? 0x3232 : byte == 1 ? 0x2121 : byte == 2 ? 0x1010 : 0x0707;
-    constexpr u32 DOUBLED_MULTIPLIER = (u32)(MULTIPLIER) * (1u - 65536u);
-    return __byte_perm(high, low, SELECTED) * DOUBLED_MULTIPLIER + ADDEND;
+    return hashed_twice(__byte_perm(high, low, SELECTED));
 }
 
 template <int J>

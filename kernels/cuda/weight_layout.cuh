@@ -3,6 +3,7 @@
 #define ESPALIER_WEIGHT_LAYOUT
 
 #include "codebook_tables.cuh"
+#include "overlap.cuh"
 #include "shared_barrier.cuh"
 #include "tensor_core.cuh"
 #include "warpgroup.cuh"
@@ -28,6 +29,10 @@ constexpr bool MIX_LAST = ROTATE_FIRST && MIX_PAIRS < IN_TILES;  // int6: the ha
 constexpr int PARTS = ROTATE_FIRST && !MIX_LAST ? 2 : 1, SUM_ROWS = 8 / PARTS;
 constexpr int PRODUCERS = PARTS == 2 ? 4 : 3, CONSUMERS = 2;  // warpgroups
 constexpr int PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = PARTS == 2 ? 96 : 128;
+// Consumers get what producers have given back: they would wait for more than that forever.
+static_assert(PRODUCERS * PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (PRODUCERS + CONSUMERS) * (65536 / THREADS / 8 * 8),
+              "a thread has as many registers at launch as the threads of a block allow, in eights");
 
 // A column of pieces (warpgroup.cuh): one piece beside the other along the output, 16 of them, or 8 with ROTATE_FIRST, and 32
 // bytes so that the lanes of store_row meet different banks.
@@ -56,6 +61,7 @@ constexpr u32 SCALES_START = STAGED_START + PRODUCER_WARPS * BUFFERS * STAGED_BY
 constexpr u32 BARRIERS_START = SCALES_START + CONSUMERS * 2 * BLOCK * 4;
 static_assert(BARRIERS_START + BUFFERS * 16 <= SHARED_BYTES + TABLE_START, "the host knows how much that is");
 static_assert(THREADS == 128 * (PRODUCERS + CONSUMERS), "and how many threads");
+static_assert(4 * CONSUMERS == TILES, "a barrier counts the producers of a block, a column each, or the consumers' warps");
 __device__ __forceinline__ SharedBarrier full_barrier(int buffer) { return {BARRIERS_START + 16 * buffer}; }
 __device__ __forceinline__ SharedBarrier empty_barrier(int buffer) { return {BARRIERS_START + 16 * buffer + 8}; }
 

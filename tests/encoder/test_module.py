@@ -249,6 +249,7 @@ def test_refusals() -> None:
         encode_module(weight, codebook, (48, 0), seed=0, name="m")
     for wrong in (
         {"threads": 0},
+        {"effort": "fast"},
         {"scale_search_tiles": -1},
         {"damping": 0.0},
         {"buffer_bytes": 0},

@@ -205,8 +205,16 @@ def test_other_bad_arguments_are_refused() -> None:
         encode_tiles(np.zeros((1, 256), np.int8), codebook, scale=0.44)
     with pytest.raises(UsageError, match="threads"):
         encode_tiles(normal_rings(1), codebook, scale=0.44, threads=0)
-    with pytest.raises(UsageError, match="passes"):
-        Effort(1)
+    for wrong in ((1,), (2.0,), (True,), ("3",), (2, "no")):
+        with pytest.raises(UsageError, match="passes"):
+            Effort(*wrong)  # type: ignore[arg-type]
+    for effort in ("fast", None, 3):
+        with pytest.raises(UsageError, match="effort"):
+            encode_tiles(normal_rings(1), codebook, scale=0.44, effort=effort)  # type: ignore[arg-type]
+    for bad in (np.inf, -np.inf, np.nan):
+        for dtype in (np.float16, np.float32, np.float64):
+            with pytest.raises(UsageError, match="finite"):
+                encode_tiles(np.full((1, 256), bad, dtype), codebook, scale=0.44)
     with pytest.raises(UsageError, match="back end"):
         encode_tiles(normal_rings(1), codebook, scale=0.44, backend="abacus")
     with pytest.raises(ShapeError, match="whole tiles"):

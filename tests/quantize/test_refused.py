@@ -51,6 +51,7 @@ REFUSED: list[tuple[type[EspalierError], str, dict[str, Any], list[str]]] = [
     (UsageError, "threads must be at least 1", {"bits": 2, "threads": 0}, []),
     (UsageError, "unknown encoder back end", {"bits": 2, "backend": "abacus"}, []),
     (UsageError, "unknown effort", {"bits": 2, "effort": "some"}, []),
+    (UsageError, "unknown effort", {"bits": 2, "effort": ["fast"]}, []),
 ]  # fmt: skip
 
 
