@@ -38,17 +38,6 @@ constexpr int TRELLIS_BYTES = STAGED ? BLOCK_WORDS * 4 : 0;
 constexpr int SCALE_PIECES = BLOCK / 8;  // of 16 bytes
 constexpr int SCALES_BYTES = 4 * BLOCK * 2;  // suh and svh of this block and the next
 
-struct Arguments {
-    const u32* trellis;
-    const u16* suh;
-    const u16* svh;
-    u16* weight;
-    int in_tiles, out_tiles;
-    int in_features;
-    int start, stop;  // rows of the weight that are wanted
-    float norm;       // 1 / sqrt(ROTATION_IN ROTATION_OUT), a 0 counting as 1, times the value of a code of 1
-};
-
 // The block that a source of block (in_block, out_block) is: of two that a rotation of 256 mixes, the first or the second.
 __device__ __forceinline__ int source_in(int source, int in_block) {
     return IN_SOURCES == 2 ? (in_block & ~1) + source % 2 : in_block;

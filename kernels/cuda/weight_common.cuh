@@ -4,6 +4,18 @@
 
 #include "codebook.cuh"
 
+// What both are called with.
+struct Arguments {
+    const u32* trellis;
+    const u16* suh;
+    const u16* svh;
+    u16* weight;
+    int in_tiles, out_tiles;
+    int in_features;
+    int start, stop;  // rows of the weight that are wanted
+    float norm;       // 1 / sqrt(ROTATION_IN ROTATION_OUT), a 0 counting as 1, times the value of a decoded 1
+};
+
 __device__ __forceinline__ void copy_async(u32 shared_address, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(source));
 }

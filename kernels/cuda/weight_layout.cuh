@@ -65,17 +65,6 @@ static_assert(4 * CONSUMERS == TILES, "a barrier counts the producers of a block
 __device__ __forceinline__ SharedBarrier full_barrier(int buffer) { return {BARRIERS_START + 16 * buffer}; }
 __device__ __forceinline__ SharedBarrier empty_barrier(int buffer) { return {BARRIERS_START + 16 * buffer + 8}; }
 
-struct Arguments {
-    const u32* trellis;
-    const u16* suh;
-    const u16* svh;
-    u16* weight;
-    int in_tiles, out_tiles;
-    int in_features;
-    int start, stop;  // rows of the weight that are wanted
-    float norm;       // 1 / sqrt(ROTATION_IN ROTATION_OUT), a 0 counting as 1
-};
-
 // The blocks that a thread block makes, one after the other.
 struct Blocks {
     int in_block, out_block, count;
