@@ -51,7 +51,7 @@ constexpr int EACH = (FILLED + THREADS - 1) / THREADS;
 // Where a thread writes its n-th value, in 16 bytes from the start, and the number of the entry there.
 __device__ __forceinline__ int at_of(int n) {
     int i = threadIdx.x + n * THREADS;
-    if (FILLED % THREADS != 0) i = min(i, FILLED - 1);  // past the end: the last value once more
+    if (FILLED % THREADS != 0) i = min(i, FILLED - 1);  // what is past the end is not written
     return i / USED * 16 + i % USED;
 }
 __device__ __forceinline__ int place_of(int n) { return at_of(n) * 16 / ENTRY_BYTES; }
@@ -118,6 +118,7 @@ __device__ __forceinline__ void fill_table(char* table, const TableEntries& entr
     } else {
 #pragma unroll
         for (int n = 0; n < EACH; ++n) {
+            if (FILLED % THREADS != 0 && threadIdx.x + n * THREADS >= FILLED) break;
             u32 value = half_from_float((FAMILY == FAMILY_E2M1 ? 0.5f : 1.0f) * (int)entries.value[n]);
             if (BYTE_INDEX && place_of(n) >= 256) value <<= 16;
             words[at_of(n)] = make_uint4(value, value, value, value);

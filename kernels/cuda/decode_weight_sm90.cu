@@ -115,7 +115,7 @@ __device__ __forceinline__ void consume(const Arguments& a, const u32 (&matrix)[
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_weight_sm90(
-    const u32* __restrict__ trellis, const u16* __restrict__ suh, const u16* __restrict__ svh, u16* __restrict__ weight,
+    const u32* trellis, const u16* suh, const u16* svh, u16* weight,
     int in_tiles, int out_tiles, int in_features, int start, int stop, float norm) {
     const Arguments a = {trellis, suh, svh, weight, in_tiles, out_tiles, in_features, start, stop, norm};
     extern __shared__ __align__(128) char shared[];
@@ -125,10 +125,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_weight_sm90(
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
 
     start_next();
-    fill_table(shared_0 + TABLE_START, load_entries());
-    fill_matrix(shared_0 + MATRIX_START);
+    const TableEntries entries = load_entries();
     if (threadIdx.x < 2 * BUFFERS)  // the warps of a block of weights: eight producers, and all consumers
         SharedBarrier{BARRIERS_START + 8 * threadIdx.x}.make(TILES);
+    __syncthreads();  // for racecheck, which takes the making of barriers for writes elsewhere
+    fill_table(shared_0 + TABLE_START, entries);
+    fill_matrix(shared_0 + MATRIX_START);
     show_to_products();
     __syncthreads();
     wait_for_previous();
