@@ -90,11 +90,41 @@ def test_wheel_from_sdist_is_the_same(built: dict[str, Path]) -> None:
     assert contents(built["wheel from sdist"]) == contents(built["wheel"])
 
 
-def test_sdist_holds_tests_and_documents(built: dict[str, Path]) -> None:
+def test_sdist_holds_each_file_once(built: dict[str, Path]) -> None:
+    """The linked folders are at the top only. What the build adds is not looked at."""
     with tarfile.open(built["sdist"]) as archive:
-        names = {str(PurePosixPath(*PurePosixPath(name).parts[1:])) for name in archive.getnames()}
-    for needed in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "spec/grids.json", "tests/conftest.py"):
-        assert needed in names, needed
+        members = archive.getmembers()
+        assert all(member.isfile() for member in members)
+        names = [str(PurePosixPath(*PurePosixPath(member.name).parts[1:])) for member in members]
+    assert len(names) == len(set(names))
+    package = {name.removeprefix("espalier_format/") for name in source_files()}
+    expected = {name if name.split("/")[0] in LINKED else f"espalier_format/{name}" for name in package}
+    expected |= {str(path.relative_to(ROOT)) for top in ("tests", "benchmarks", "docs") for path in walk(ROOT / top)}
+    expected |= {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".toml", ".txt", ".py")}
+    assert set(names) - {"PKG-INFO", ".gitignore"} == expected | {"LICENSE", "Makefile"}
+
+
+@pytest.fixture
+def unpacked(built: dict[str, Path], tmp_path: Path) -> Path:
+    """The source archive, unpacked."""
+    with tarfile.open(built["sdist"]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return next(tmp_path.iterdir())
+
+
+def test_editable_installation_from_the_sdist_gets_its_links(unpacked: Path) -> None:
+    package = unpacked / "espalier_format"
+    assert not any((package / name).exists() for name in LINKED)
+    build = "from hatchling.build import build_editable; print(build_editable({!r}))"
+    for _ in range(2):  # a second time, the links are there
+        made = run(sys.executable, "-c", build.format(str(unpacked.parent)), cwd=unpacked).stdout.strip()
+        assert [package / name for name in LINKED if not (package / name).is_symlink()] == []
+    held = contents(unpacked.parent / made)
+    paths = [name for name in held if ".dist-info/" not in name]
+    assert [held[name].decode().strip() for name in paths] == [str(unpacked)]
+    where = "import espalier_format.kernels as kernels; print(kernels.__file__)"
+    found = run(sys.executable, "-c", where, cwd=unpacked.parent, PYTHONPATH=str(unpacked))
+    assert Path(found.stdout.strip()) == package / "kernels" / "__init__.py"
 
 
 @pytest.fixture(scope="module")
