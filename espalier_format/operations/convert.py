@@ -10,15 +10,14 @@ from espalier_format.checkpoint import open_checkpoint
 from espalier_format.checkpoint.quantized_tensors import quantized_tensor
 from espalier_format.checkpoint.stated_quantization import stated_quantization
 from espalier_format.codec.dtype_names import parse_choice
-from espalier_format.container.names import MANIFEST_NAME
-from espalier_format.errors import EspalierError, SourceError, UsageError
+from espalier_format.errors import SourceError, UsageError
 from espalier_format.operations.compressed_tensors_findings import contradictions_in_words
 from espalier_format.operations.places import folders
+from espalier_format.operations.source_manifest import check_against_manifest
 
 if TYPE_CHECKING:
     from espalier_format.checkpoint import Checkpoint
     from espalier_format.codec.dtype_names import DtypeChoice
-    from espalier_format.container.folder import CheckpointFolder
     from espalier_format.converters.report import ConversionReport
     from espalier_format.progress import Progress
 
@@ -78,7 +77,7 @@ def convert_checkpoint(
     source, target = folders(source, destination, "to convert it")
     with open_checkpoint(source) as checkpoint:
         _check_pair(checkpoint, to)
-        warnings = (*_check_manifest(checkpoint.folder), *contradictions_in_words(checkpoint))
+        warnings = (*check_against_manifest(checkpoint.folder), *contradictions_in_words(checkpoint))
         if to == "hf":
             from espalier_format.converters.to_hf import to_hf  # noqa: PLC0415 - only what is needed
 
@@ -96,28 +95,9 @@ def convert_checkpoint(
     return replace(report, warnings=(*warnings, *report.warnings))
 
 
-def _check_manifest(folder: CheckpointFolder) -> tuple[str, ...]:
-    """Refuse a source that lacks a file of its manifest, or holds one of another size, and return warnings.
-
-    Hashes are not compared: that takes as long as the conversion, and is what ``verify`` is for.
-    """
-    if not folder.has(MANIFEST_NAME):
-        return ()
-    from espalier_format.operations.verify_files import check_sizes, read_manifest  # noqa: PLC0415
-
-    try:
-        manifest = read_manifest(folder)
-    except EspalierError as error:
-        return (f"{error}; the sizes of the source's files have not been checked",)
-    problems = {} if manifest is None else check_sizes(folder, manifest)
-    for name in sorted(problems):
-        raise problems[name]
-    return ()
-
-
 def _check_pair(checkpoint: Checkpoint, to: str) -> None:
     if checkpoint.format == "plain":
-        only = "only Espalier and EXL3 checkpoints can be converted"
+        only = "only Espalier, EXL3 and compressed-tensors checkpoints can be converted"
         stated = stated_quantization(checkpoint.config)
         is_quantized = stated is not None or quantized_tensor(checkpoint.tensors) is not None
         what = "not quantized in a format that this library reads" if is_quantized else "not quantized"

@@ -12,6 +12,7 @@ from espalier_format.container.atomic_file import replace_file
 from espalier_format.errors import UsageError
 from espalier_format.operations.compressed_tensors_findings import contradictions_in_words
 from espalier_format.operations.places import folders, given_path, report_place
+from espalier_format.operations.source_manifest import check_against_manifest
 from espalier_format.quantize.options import QuantizeOptions
 from espalier_format.quantize.presets import even_recipe, preset
 from espalier_format.quantize.recipe import Recipe, read_recipe
@@ -63,6 +64,8 @@ def quantize_checkpoint(
         UsageError: options that do not go together, a pattern that matches nothing, a budget that cannot be met, or
             an unfinished output of another job; an empty path, or a source on the Hub.
         SourceError: the source cannot be quantized: another quantization, dtype, a NaN or an infinity.
+        DigestError: the source has a manifest, and a file of it is missing or of another size.
+        IndexMismatchError: the index of plain or compressed-tensors weights names a tensor that no shard holds.
         SchemaError, CodebookError: the recipe or sensitivity file is wrong.
         UnknownSizeError, LossyError, ShapeError, ScaleOverflowError: a module cannot be quantized or kept.
         OutputExistsError, WriteError: the destination or the report is in use, or cannot be written; finished work is
@@ -90,8 +93,9 @@ def quantize_checkpoint(
         inputs = [Path(path) for path in (recipe, sensitivity, hessians) if path is not None]
         record = report_place(given_path(report, "the report"), checkpoints=(folder, target), inputs=inputs)
     with open_checkpoint(folder) as checkpoint:
+        warnings = (*check_against_manifest(checkpoint.folder), *contradictions_in_words(checkpoint))
         done = quantize_opened(checkpoint, target, rules, options, sensitivity=weights, progress=progress)
-        done = replace(done, warnings=(*contradictions_in_words(checkpoint), *done.warnings))
+        done = replace(done, warnings=(*warnings, *done.warnings))
     if record is not None:
         replace_file(record, (json.dumps(done.to_json(), indent=2) + "\n").encode("ascii"))
     return done

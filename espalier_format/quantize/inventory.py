@@ -96,7 +96,7 @@ def _is_copy(source: Checkpoint, parts: Iterable[Linear]) -> bool:
 
 
 def _check_source(source: Checkpoint) -> None:
-    if source.packed:
+    if source.packed or source.format == "plain":
         refuse_missing_tensors(source)
     if source.format != "plain":
         return
@@ -104,10 +104,10 @@ def _check_source(source: Checkpoint) -> None:
     if stated is not None:
         method = str(stated.method)[:40]
         place = "" if stated.place == BLOCK else f" (so says {stated.place})"
-        raise SourceError(
-            f"the source is quantized by {method!a}{place}, which is not read here; give the unquantized model",
-            path=source.folder.root,
-        )
+        what = f"the source is quantized by {method!a}{place}, which is not read here"
+        if stated.method is None:
+            what = f"{stated.place} names no quant_method, so it is not known how the source is quantized"
+        raise SourceError(f"{what}; give the unquantized model", path=source.folder.root)
     found = quantized_tensor(source.tensors)
     if found is not None:
         text = f"the weight is quantized, to judge by {found.scales}, in a way that is not read here"

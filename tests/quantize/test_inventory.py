@@ -151,6 +151,15 @@ def test_the_other_quantizations_are_refused(tmp_path: Path) -> None:
         take_inventory(source, exl3=False)
 
 
+def test_and_one_that_is_not_named(tmp_path: Path) -> None:
+    draft = dense_draft(config={"quantization_config": {"bits": 4}})
+    with (
+        open_checkpoint(draft.write(tmp_path / "m")) as source,
+        pytest.raises(SourceError, match="quantization_config names no quant_method, so it is not known"),
+    ):
+        take_inventory(source, exl3=False)
+
+
 @pytest.mark.parametrize("part", TEXT_PARTS)
 def test_also_where_a_text_part_names_them(part: str, tmp_path: Path) -> None:
     draft = dense_draft(config={part: {"quantization_config": {"quant_method": "fp8"}}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from builders import Draft, Exl3Module, Tensor, bf16, exl3_draft
 from quantize_cases import dense_draft, matrix, moe_draft, widened, write_recipe
 from safetensors.numpy import save_file
 
+from espalier_format.container.names import MANIFEST_NAME
 from espalier_format.errors import (
     DependencyError,
+    DigestError,
     DtypeError,
     EspalierError,
+    IndexMismatchError,
     MalformedError,
     MissingFileError,
     MissingTensorError,
@@ -41,8 +45,10 @@ REFUSED: list[tuple[type[EspalierError], str, dict[str, Any], list[str]]] = [
     (UsageError, r"reach 1.0000 to 6.0000", {"bits": 6.1}, []),
     (UsageError, r"reach 2.0000, padding included", {"bits": 2.1}, ['match = "*_proj"\ncodebook = "e2m1@2"']),
     (UsageError, r"the nearest are 1.0000 and", {"bits": 1.01}, []),
-    (UsageError, "must be positive", {"bits": -1}, []),
-    (UsageError, "must be positive", {"bits": float("nan")}, []),
+    (UsageError, r"must be a finite number above 0 \(got -1\)", {"bits": -1}, []),
+    (UsageError, r"must be a finite number above 0 \(got 0\)", {"bits": 0}, []),
+    (UsageError, r"must be a finite number above 0 \(got nan\)", {"bits": float("nan")}, []),
+    (UsageError, r"must be a finite number above 0 \(got inf\)", {"bits": float("inf")}, []),
     (UsageError, "nothing to choose by; give --bits", {}, ['match = "*_proj"\ncodebook = ["e2m1@2", "int5@3"]']),
     (UsageError, "the rule needs an average", {"bits": 2}, ['match = "lm_head"\ncodebook = ["e2m1@2", "int5@3"]',
                                                             'match = "*"\ncodebook = "e2m1@2"']),
@@ -117,6 +123,46 @@ def test_a_weight_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnexpectedTensorError, match="two tensors of this name"):
         quantize_checkpoint(draft.write(tmp_path / "m1"), tmp_path / "out", recipe=recipe)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_only_the_index_names_is_refused(dense: Path, tmp_path: Path) -> None:
+    """Half a download must not become a model, as long as it says so itself; the names of shards need not tell."""
+    path = dense / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.1.mlp.up_proj.weight"] = "more.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(IndexMismatchError, match="no shard holds it; is the download complete") as caught:
+        quantize_checkpoint(dense, tmp_path / "out", bits=2)
+    assert caught.value.tensor == "model.layers.1.mlp.up_proj.weight"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_of_other_shards_does_no_harm(dense: Path, tmp_path: Path) -> None:
+    """Such as one that stayed when the shards were put together: every tensor is there."""
+    path = dense / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "gone.safetensors")
+    path.write_text(json.dumps(index))
+    report = quantize_checkpoint(dense, tmp_path / "out", bits=2)
+    assert "names gone.safetensors, which is not there" in report.warnings[0]
+
+
+@pytest.mark.parametrize("fault", ["missing", "longer"])
+def test_a_source_that_is_not_what_its_manifest_says_is_refused(fault: str, dense: Path, tmp_path: Path) -> None:
+    source = tmp_path / "once"
+    quantize_checkpoint(dense, source, bits=2)
+    path = source / "tokenizer.json"
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(DigestError) as caught:
+        quantize_checkpoint(source, tmp_path / "out", bits=3)
+    assert caught.value.path == str(path)
+    assert not (tmp_path / "out").exists()
+    (source / MANIFEST_NAME).write_text("{")
+    report = quantize_checkpoint(source, tmp_path / "out", bits=3)
+    assert "the sizes of the source's files have not been checked" in report.warnings[0]
 
 
 def test_an_unknown_true_size_is_refused(tmp_path: Path) -> None:
