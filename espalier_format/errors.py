@@ -70,7 +70,9 @@ class EspalierError(Exception):
         self.got = got
 
     def __str__(self) -> str:
-        line = self.message if self.tensor is None or self.tensor in self.message else f"{self.tensor}: {self.message}"
+        line = self.message
+        if self.tensor is not None and not _is_named(line, self.tensor):
+            line = f"{self.tensor}: {line}"
         values = (("expected", self.expected), ("got", self.got))
         shown = ", ".join(f"{label} {value}" for label, value in values if value is not None)
         if shown:
@@ -80,6 +82,11 @@ class EspalierError(Exception):
         line = " ".join(line.split())
         # Names come from files that nobody has checked: nothing in them may command a terminal.
         return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def _is_named(line: str, tensor: str) -> bool:
+    """Tell whether a message names a tensor already: a short name such as "a" is part of many words."""
+    return re.search(rf"(?<![\w.-]){re.escape(tensor)}(?![\w-])", line) is not None
 
 
 def _names(line: str, path: str) -> bool:

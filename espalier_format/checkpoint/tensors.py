@@ -155,7 +155,8 @@ class TensorTable:
             return ()
         count, shown = len(self.duplicates), self.duplicates[0]
         equal = "with equal bytes" if shown.shard.has_data else "(their bytes have not been compared)"
-        return (f"{count} tensors are stored twice {equal}, e.g. {shown.name} in {shown.shard.name}",)
+        what = "1 tensor is" if count == 1 else f"{count:,} tensors are"
+        return (f"{what} stored twice {equal}, e.g. {shown.name} in {shown.shard.name}",)
 
 
 def _same_bytes(left: TensorRef, right: TensorRef) -> bool:

@@ -15,7 +15,7 @@ PROGRAM = "espalier-format"
 
 app = typer.Typer(
     name=PROGRAM,
-    help="Inspect, verify and convert trellis-quantized checkpoints (Espalier and EXL3), without a GPU.",
+    help="Inspect, verify, convert, quantize and publish trellis-quantized checkpoints (Espalier and EXL3).",
     epilog="Exit codes: 0 fine, 1 readable but wrong, 2 refused. Errors are one line: error[code]: message.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -156,7 +156,10 @@ def convert(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished output in DST, if any.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace DST if espalier-format wrote all its files; README.md stays.")
+        bool,
+        typer.Option(
+            "--force", help="Replace DST if this program wrote all its files, finished or not; README.md stays."
+        ),
     ] = False,
     digests: Annotated[
         bool, typer.Option("--digests", help="For --to espalier: add decode digests to the manifest.")

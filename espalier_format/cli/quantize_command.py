@@ -51,26 +51,40 @@ def quantize(
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option("--recipe", metavar="FILE", help="TOML file: which modules, which codebooks."),
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            help="TOML file of [[rule]]: match, component, codebook, average, rotation, keep.",
+        ),
     ] = None,
     preset: Annotated[
         Preset | None,
-        typer.Option("--preset", help="Built-in rules; espalier: experts 1 to 3 bits."),
+        typer.Option("--preset", help="Built-in rules; espalier: experts 1 to 3 bits, attention 4, head 6."),
     ] = None,
     to: Annotated[
         QuantizeTarget, typer.Option("--to", help="exl3 follows the rules of exllamav3.")
     ] = QuantizeTarget.ESPALIER,
-    seed: Annotated[int, typer.Option("--seed", help="Decides the random signs; recorded in config.json.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Decides the random signs; the config.json of an Espalier output states it.")
+    ] = 0,
     hessians: Annotated[
-        str | None, typer.Option("--hessians", metavar="DIR", help="Folder of <module>.safetensors: error feedback.")
+        str | None,
+        typer.Option(
+            "--hessians",
+            metavar="DIR",
+            help="Error feedback: folder of <module>.safetensors with hessian (F32, in x in) and count (I64).",
+        ),
     ] = None,
     sensitivity: Annotated[
-        str | None, typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight.")
+        str | None,
+        typer.Option("--sensitivity", metavar="FILE", help="JSON or TOML: module or pattern to weight of its error."),
     ] = None,
     effort: Annotated[
         SearchEffort,
         typer.Option(
-            "--effort", help="How the trellis is searched: fast takes half the time of thorough, for 1 % more error."
+            "--effort",
+            help="How the trellis is searched: fast takes half the time of thorough, for 1 % more error. Only the "
+            "report says which it was.",
         ),
     ] = SearchEffort.THOROUGH,
     backend: Annotated[
@@ -81,10 +95,13 @@ def quantize(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished output in DST, if any.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace DST if it holds a checkpoint or unfinished output of this program.")
+        bool,
+        typer.Option(
+            "--force", help="Replace DST if this program wrote all its files, finished or not; README.md stays."
+        ),
     ] = False,
     digests: Annotated[
-        bool, typer.Option("--digests/--no-digests", help="Put decode digests into the manifest.")
+        bool, typer.Option("--digests/--no-digests", help="Put decode digests into the manifest of an Espalier output.")
     ] = True,
     report: Annotated[
         str | None, typer.Option("--report", metavar="FILE", help="Write a JSON report of the error of each module.")

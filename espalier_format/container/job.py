@@ -20,6 +20,9 @@ JOB_NAME: Final = "job.json"
 """File in the workspace of an output that states the job."""
 
 _COMMAND: Final = "command"
+_SHOWN: Final = 3
+_LONGEST: Final = 40
+"""Characters of a name or value that a person reads; digests are longer, and say nothing to one."""
 
 
 def take_over(
@@ -28,7 +31,7 @@ def take_over(
     """Return whether `workspace` holds the work of this very job; where it states none, empty it and write it down.
 
     `job` is a JSON object. Its member "command" names what is done, the others everything that decides about the
-    result; their names are what a person reads when they differ. `folders`
+    result; their names are what a person reads when they differ, and their values where they are short. `folders`
     and `files` are what else the caller has in the workspace: all of it is looked at before anything is changed.
 
     Raises:
@@ -60,12 +63,37 @@ def take_over(
     wanted: dict[str, object] = json.loads(text)
     different = sorted(key for key in wanted.keys() | stated.keys() if stated.get(key) != wanted.get(key))
     if different:
-        what = [_COMMAND] if _COMMAND in different else different
+        names = [_COMMAND] if _COMMAND in different else different
         raise UsageError(
-            f"the unfinished output was begun with another {' and another '.join(what)}; --force begins anew",
+            f"the unfinished output was begun with {_in_words(names, stated, wanted)}; --force begins anew",
             path=workspace.parent.parent,
         )
     return True
+
+
+def _in_words(names: Iterable[str], earlier: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return how the members `names` of two jobs differ: "another seed (1, now 2) and another source".
+
+    Those come first whose values can be shown on both sides; of many, only some are named.
+    """
+    shown, named = [], []
+    for name in names:
+        values = [_value(job[name]) for job in (earlier, now) if name in job]
+        if len(values) == 2 and None not in values:
+            shown.append(f"another {name[:_LONGEST]} ({values[0]}, now {values[1]})")
+        else:
+            named.append(f"another {name[:_LONGEST]}")
+    both = shown + named
+    more = [f"{len(both) - _SHOWN} more"] if len(both) > _SHOWN else []
+    return " and ".join(both[:_SHOWN] + more)
+
+
+def _value(value: object) -> str | None:
+    """Return a value in few characters, or None for what a person cannot compare: objects, arrays and digests."""
+    if value is None:
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, bool | int | float) else ""
+    return text if 0 < len(text) <= _LONGEST else None
 
 
 def holds_work(workspace: Path) -> bool:

@@ -67,6 +67,8 @@ def parse_json(
     # Their number is an upper bound on the depth that settles most documents.
     if containers > MAX_JSON_DEPTH and _depth(data) > MAX_JSON_DEPTH:
         raise LimitError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels", path=path)
+    if text.startswith("\ufeff"):
+        raise MalformedError("begins with a byte order mark, which JSON must not have; save it without", path=path)
     try:
         document = json.loads(text, object_pairs_hook=_unique, parse_int=parse_int)
     except _DuplicateKeyError as error:

@@ -15,7 +15,7 @@ from espalier_format.limits import MAX_JSON_BYTES
 from espalier_format.operations.record_digests import record_digests
 from espalier_format.operations.verify_digests import check_digests
 from espalier_format.operations.verify_files import check_files, read_manifest
-from espalier_format.operations.verify_report import Check, VerifyReport, judged, passed, skipped
+from espalier_format.operations.verify_report import Check, VerifyReport, counted, judged, passed, skipped
 from espalier_format.operations.verify_signature import signature_check
 from espalier_format.operations.verify_tensors import check_bits, check_index, check_scales, check_second_reader
 from espalier_format.progress import NullProgress
@@ -162,7 +162,7 @@ def structure_counts(checkpoint: Checkpoint) -> str:
         (len(checkpoint.tensors), "tensor"),
         (len(checkpoint.shards), "shard"),
     )
-    return ", ".join(f"{number:,} {noun}{'' if number == 1 else 's'}" for number, noun in counts)
+    return ", ".join(counted(number, noun) for number, noun in counts)
 
 
 def _why_refused(error: EspalierError) -> str:

@@ -8,7 +8,7 @@ from espalier_format.container.names import MANIFEST_NAME
 from espalier_format.errors import DigestError, EspalierError, UsageError
 from espalier_format.operations.accelerator import decoding_device
 from espalier_format.operations.parallel import map_in_threads
-from espalier_format.operations.verify_report import Check, judged, skipped
+from espalier_format.operations.verify_report import Check, counted, judged, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,9 +48,10 @@ def check_digests(
     if not stated and not findings:
         can_add = manifest is not None and checkpoint.format == "espalier" and not record
         how = " (add them: --deep --record)" if can_add else ""
-        return skipped("digests", f"{len(computed):,} modules decode{where}; no digests{how}"), computed
+        verb = "decodes" if len(computed) == 1 else "decode"
+        return skipped("digests", f"{counted(len(computed), 'module')} {verb}{where}; no digests{how}"), computed
     weights = sum(module.weights for module in checkpoint.modules.values())
-    detail = f"{len(computed):,} modules, {weights:,} weights decoded{where}"
+    detail = f"{counted(len(computed), 'module')}, {counted(weights, 'weight')} decoded{where}"
     if compared == len(computed):
         detail += ", all compared"
     elif compared:

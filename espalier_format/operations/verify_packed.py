@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from espalier_format.errors import EspalierError, MalformedError
 from espalier_format.operations.parallel import map_in_threads
-from espalier_format.operations.verify_report import Check, judged, skipped
+from espalier_format.operations.verify_report import Check, counted, judged, skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ def check_packed(checkpoint: Checkpoint, progress: Progress, *, deep: bool) -> C
     findings = [error for _, error in results if error is not None]
     progress.finish()
     what = f"{total:,} weights decoded" if deep else "scales, orders and shapes read; --deep decodes the weights"
-    return judged("packed", f"{len(checkpoint.packed):,} modules, {what}", findings)
+    return judged("packed", f"{counted(len(checkpoint.packed), 'module')}, {what}", findings)
 
 
 def check_library(checkpoint: Checkpoint, progress: Progress) -> Check:
@@ -76,7 +76,7 @@ def check_library(checkpoint: Checkpoint, progress: Progress) -> Check:
         return skipped("library", f"{library.PACKAGE} {release} cannot be used: {reason}")
     progress.finish()
     left_out = len(checkpoint.packed) - len(modules) + failed
-    detail = f"{library.PACKAGE} {release} decodes {len(modules) - failed:,} modules"
+    detail = f"{library.PACKAGE} {release} decodes {counted(len(modules) - failed, 'module')}"
     detail += " to the same bits" if not findings else f", {len(findings):,} of them to other values"
     if left_out:
         detail += f"; left out {left_out:,} that this release does not decode right"

@@ -66,7 +66,7 @@ def make_pools(plan: Plan, bits: float | None) -> tuple[Pool, ...]:
     rest = plan.modules
     if bits is not None:
         if not (math.isfinite(bits) and bits > 0):
-            raise UsageError("--bits must be positive", got=bits)
+            raise UsageError("--bits must be a finite number above 0", got=bits)
         decoder = [module for module in plan.modules if module.in_decoder]
         stored = [
             linear.quantized

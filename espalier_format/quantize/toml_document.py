@@ -21,6 +21,6 @@ def read_toml(path: Path, max_bytes: int) -> dict[str, Any]:
     """
     data = read_regular(path, max_bytes)
     try:
-        return tomllib.loads(data.decode("utf-8"))
+        return tomllib.loads(data.decode("utf-8-sig"))  # some editors put a byte order mark first
     except (ValueError, RecursionError) as error:  # of the bytes, the syntax, or Python's limit of digits
         raise SchemaError(f"not a TOML document: {error}", path=path) from None

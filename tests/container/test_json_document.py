@@ -73,6 +73,13 @@ def test_malformed_error(data: bytes) -> None:
         parse(data)
 
 
+def test_a_byte_order_mark_is_named() -> None:
+    with pytest.raises(
+        MalformedError, match="begins with a byte order mark, which JSON must not have; save it without"
+    ):
+        parse(b'\xef\xbb\xbf{"a": 1}')
+
+
 @pytest.mark.parametrize("data", [b'{"a": 1, "a": 1}', b'[{"b": {"x": 1, "y": 2, "x": 3}}]', b'{"a": 1, "\\u0061": 2}'])
 def test_malformed_error_for_duplicate_keys(data: bytes) -> None:
     with pytest.raises(MalformedError, match="twice"):

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 import espalier_format
+from espalier_format.codec.rotation import BLOCKS
+from espalier_format.encoder.effort import EFFORTS
 from espalier_format.operations.convert import convert_checkpoint
+from espalier_format.quantize.recipe import _COMPONENTS, _RULE_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIBRARY = ROOT / "docs" / "library.md"
@@ -99,6 +102,16 @@ def test_the_page_names_what_there_is() -> None:
 
 _TYPES = {"Checkpoint", "Codebook", "ExpertBankView", "Manifest", "Plan", "QuantizationConfig", "QuantizedModule"}
 """What the functions on the page take and return."""
+
+
+def test_the_page_names_every_key_and_effort() -> None:
+    section = LIBRARY.read_text(encoding="utf-8").partition("\n## Quantize")[2].partition("\n## ")[0]
+    efforts, _, recipe = section.partition("**Which modules**")
+    assert set(re.findall(r'^\| `"(\w+)"`', efforts, re.MULTILINE)) == set(EFFORTS)
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", recipe, re.MULTILINE))
+    assert set(rows) == _RULE_KEYS
+    assert set(_COMPONENTS) <= set(re.findall("`([a-z-]+)`", rows["component"]))
+    assert ", ".join(map(str, BLOCKS[:-1])) in rows["rotation"]
 
 
 def test_links_lead_somewhere() -> None:

@@ -255,11 +255,13 @@ def test_another_source_is_refused(change: Callable[[Path], None], tmp_path: Pat
 def test_other_options_are_refused(tmp_path: Path) -> None:
     source, out = exl3_source(tmp_path / "m"), tmp_path / "out"
     _interrupt("exl3 to hf", source, out)
-    with pytest.raises(UsageError, match="begun with another dtype;"):
+    with pytest.raises(UsageError, match=r"begun with another dtype \(source, now float32\);"):
         run_conversion("exl3 to hf", source, out, resume=True, dtype="fp32")
-    with pytest.raises(UsageError, match="begun with another shard size;"):
+    with pytest.raises(UsageError, match=r"begun with another shard size \([0-9]+, now [0-9]+\);"):
         convert_checkpoint(source, out, to="hf", resume=True)
-    with pytest.raises(UsageError, match="begun with another dtype and another format and another shard size;"):
+    with pytest.raises(
+        UsageError, match=r"another format \(hf, now espalier\) and another dtype and another shard size;"
+    ):
         convert_checkpoint(source, out, to="espalier", resume=True)
     assert run_conversion("exl3 to hf", source, out, resume=True) > 0
 
@@ -274,7 +276,7 @@ def test_another_spelling_of_an_option_is_the_same(names: tuple[Any, Any], tmp_p
 def test_another_command_does_not_go_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = exl3_source(tmp_path / "m")
     _interrupt(PAIRS[0], source, tmp_path / "a")
-    with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
+    with pytest.raises(UsageError, match=r"begun with another command \(convert, now quantize\); --force begins anew"):
         quantize_checkpoint(source, tmp_path / "a", bits=2, resume=True)
     assert run_conversion(PAIRS[0], source, tmp_path / "a", resume=True) > 0
 
@@ -288,7 +290,7 @@ def test_another_command_does_not_go_on_with_it(tmp_path: Path, monkeypatch: pyt
     plain = dense_draft().write(tmp_path / "plain")
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(plain, tmp_path / "b", bits=2)
-    with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
+    with pytest.raises(UsageError, match=r"begun with another command \(quantize, now convert\); --force begins anew"):
         convert_checkpoint(source, tmp_path / "b", to="espalier", resume=True)
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     assert quantize_checkpoint(plain, tmp_path / "b", bits=2, resume=True).resumed > 0

@@ -295,6 +295,14 @@ def test_exl3_and_plain_checkpoints(qmoe_exl3: Path, fixtures: Path, tmp_path: P
     assert (plain.exit_code, plain.warnings) == (0, ())
 
 
+def test_one_module_is_no_plural(tmp_path: Path) -> None:
+    folder = exl3_draft([Exl3Module("model.x", 128, 128)]).write(tmp_path / "e")
+    assert verify_checkpoint(folder, deep=True).checks[-1].detail == "1 module decodes; no digests"
+    convert_checkpoint(folder, tmp_path / "o", to="espalier", digests=True)
+    detail = verify_checkpoint(tmp_path / "o", deep=True).checks[-1].detail
+    assert detail == "1 module, 16,384 weights decoded, all compared"
+
+
 def test_stale_index_of_an_exl3_checkpoint(tmp_path: Path) -> None:
     modules = [Exl3Module("model.layers.0.mlp.up_proj", 128, 128), Exl3Module("lm_head", 128, 256)]
     draft = exl3_draft(modules, num_shards=2)

@@ -218,15 +218,18 @@ def test_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         quantize_checkpoint(source, tmp_path / "out", preset_name="espalier")
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     changes: list[tuple[str, dict[str, Any]]] = [
-        ("another seed", {"seed": 1}),
-        ("another effort", {"effort": "fast"}),
-        ("another bits", {"bits": 2.5}),
+        ("another seed (0, now 1)", {"seed": 1}),
+        ("another effort (thorough, now fast)", {"effort": "fast"}),
+        ("another bits (none, now 2.5)", {"bits": 2.5}),
+        ("another effort (thorough, now exact) and another seed (0, now 7)", {"seed": 7, "effort": "exact"}),
         ("another sensitivity", {"sensitivity": tmp_path / "s.json"}),
-        ("another recipe", {"preset_name": None, "bits": 2.5}),
+        ("another bits (none, now 2.5) and another recipe", {"preset_name": None, "bits": 2.5}),
     ]
     for message, options in changes:
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError) as caught:
             quantize_checkpoint(source, tmp_path / "out", resume=True, **{"preset_name": "espalier", **options})
+        assert caught.value.code == "usage"
+        assert caught.value.message == f"the unfinished output was begun with {message}; --force begins anew"
     shard = source / "model.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
