@@ -3,6 +3,7 @@
 #define ESPALIER_BANK_DATA
 
 #include "lane_tile.cuh"
+#include "overlap.cuh"
 
 typedef long long i64;
 
@@ -149,15 +150,6 @@ __device__ __forceinline__ u32 half2_product(u32 a, u32 b) {
 }
 
 // ---- who waits for whom ---------------------------------------------------------------------------------------------
-
-// The kernel may start before the one that stands before it in its stream has ended, where the launch allows that. It
-// must neither read what that one may write nor write before this. Lets the next kernel start.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
 
 __device__ __forceinline__ void wait_for(const u32* counter, u32 count) {
     u32 seen;

@@ -43,19 +43,19 @@ struct FirstPart {
         const int column = min(block * 8 + (lane >> 2), matrix.width - 1);
         const i64 number = static_cast<i64>(tile) * matrix.width + column;
         const u32* start = matrix.tiles + number * 4 * half_steps + part * words;
-        word[0] = __ldg(start + (part ? -1 : 4 * half_steps - 1));
+        word[0] = start[part ? -1 : 4 * half_steps - 1];
         if (half_steps % 2 == 0) {
 #pragma unroll
             for (int i = 0; i + 4 <= WORDS; i += 4) {
                 if (i >= words) continue;
-                const uint4 four = __ldg(reinterpret_cast<const uint4*>(start + i));
+                const uint4 four = *reinterpret_cast<const uint4*>(start + i);
                 word[i + 1] = four.x, word[i + 2] = four.y, word[i + 3] = four.z, word[i + 4] = four.w;
             }
         } else {
 #pragma unroll
             for (int i = 0; i < WORDS; i += 2) {
                 if (i >= words) continue;
-                const uint2 two = __ldg(reinterpret_cast<const uint2*>(start + i));
+                const uint2 two = *reinterpret_cast<const uint2*>(start + i);
                 word[i + 1] = two.x, word[i + 2] = two.y;
             }
         }

@@ -75,7 +75,7 @@ __device__ __forceinline__ Scales load_scales(const u16* scales, int first, int 
     Scales loaded = {};
     if (first < size) {
 #pragma unroll
-        for (int i = 0; i < EACH / 4; ++i) loaded.four[i] = __ldg(reinterpret_cast<const uint2*>(scales + first) + i);
+        for (int i = 0; i < EACH / 4; ++i) loaded.four[i] = reinterpret_cast<const uint2*>(scales + first)[i];
     }
     return loaded;
 }

@@ -31,13 +31,13 @@ struct Row {
 #pragma unroll
             for (int i = 0; i < EACH; i += 4) {
                 uint2 raw = {};
-                if (start + i < HIDDEN) raw = __ldg(reinterpret_cast<const uint2*>(row + start + i));
+                if (start + i < HIDDEN) raw = *reinterpret_cast<const uint2*>(row + start + i);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) number[i + j] = halfword(raw, j);
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) number[i] = start + i < HIDDEN ? __ldg(row + start + i) : 0;
+            for (int i = 0; i < EACH; ++i) number[i] = start + i < HIDDEN ? row[start + i] : 0;
         }
     }
 };

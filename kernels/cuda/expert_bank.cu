@@ -44,11 +44,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void expert_bank(
     const Arguments a = {x, ids, weights, trellis, scales, offsets, books, part_a, part_b, y, counters,
                          tokens, top_k, experts, id_bytes, weight_kind, {a_slices, a_chunks, a_together, a_blocks},
                          {b_slices, b_chunks, b_together, b_blocks}};
-    // No kernel writes what the tables are made of: it need not be waited for.
+    // No kernel writes what the tables are made of: it need not be waited for. Nothing else is read through the read-only
+    // cache (`__ldg`): this kernel may run already while it is being written.
 #define TABLE(FROM, ...) fill_table<__VA_ARGS__>(tables + FROM);
     TABLES
 #undef TABLE
     wait_for_previous();
+    start_next();
     for (int i = threadIdx.x * 16; i < 3 * experts; i += THREADS * 16) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(offsets + i));
         asm volatile("prefetch.global.L2 [%0];" ::"l"(books + i));

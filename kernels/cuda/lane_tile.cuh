@@ -46,22 +46,22 @@ struct TilePart {
 
     // From where the part starts, and how far from there the word before it is.
     __device__ __forceinline__ void load(const u32* start, int before) {
-        word[0] = __ldg(start + before);
+        word[0] = start[before];
         if constexpr (B::WORDS % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < B::WORDS / 4; ++i) {
-                const uint4 four = __ldg(reinterpret_cast<const uint4*>(start) + i);
+                const uint4 four = reinterpret_cast<const uint4*>(start)[i];
                 word[4 * i + 1] = four.x, word[4 * i + 2] = four.y, word[4 * i + 3] = four.z, word[4 * i + 4] = four.w;
             }
         } else if constexpr (B::WORDS % 2 == 0) {
 #pragma unroll
             for (int i = 0; i < B::WORDS / 2; ++i) {
-                const uint2 two = __ldg(reinterpret_cast<const uint2*>(start) + i);
+                const uint2 two = reinterpret_cast<const uint2*>(start)[i];
                 word[2 * i + 1] = two.x, word[2 * i + 2] = two.y;
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < B::WORDS; ++i) word[i + 1] = __ldg(start + i);
+            for (int i = 0; i < B::WORDS; ++i) word[i + 1] = start[i];
         }
     }
 

@@ -237,6 +237,62 @@ def test_a_graph_follows_the_routing(mixed: Bank) -> None:
         assert torch.equal(again, expert_bank(expected, ids, weights, mixed.operand))
 
 
+@pytest.mark.parametrize(("tokens", "k"), [(1, 4), (1, 8), (3, 8), (8, 8), (40, 8)])
+def test_operands_may_be_written_right_before(cuda: str, tokens: int, k: int) -> None:
+    """A launch reads what the copies before it have written, and not what a cache still holds of the launch before.
+
+    Two banks that differ in every operand, the places and codebooks of experts too, share the memory of all of them.
+    Memory is not poisoned here: that would put other kernels between the copies and the launch.
+    """
+    banks = [Bank(books, 512, 256, seed=seed) for seed, books in enumerate((MIXED, MIXED[::-1]))]
+    operands, expected = [], []
+    for bank in banks:
+        inputs = bank.inputs(tokens, k)
+        expected.append(bank.check(*inputs))
+        packed = bank.operand
+        operands.append((*inputs, packed.trellis, packed.scales, packed.offsets, packed.codebook_index))
+    assert all(not torch.equal(one, other) for one, other in zip(*operands, strict=True))
+    spelling = banks[0].operand.layout.spelling
+    assert spelling == banks[1].operand.layout.spelling
+    # What lies spread in memory is copied by a kernel, everything else by the driver.
+    spread = [[torch.stack([tensor, tensor], -1)[..., 0] for tensor in each] for each in operands]
+    shared = [torch.empty_like(tensor) for tensor in operands[0]]
+    results: list[tuple[int, Any]] = []
+    torch.cuda.synchronize()
+    for turn in range(140):
+        which = turn * turn // 3 % 2
+        source = (operands if turn % 4 < 2 else spread)[which]
+        for number in range(turn, turn + len(shared)):  # what is written last is another operand each time
+            shared[number % len(shared)].copy_(source[number % len(shared)])
+        results.append((which, torch.ops.espalier_format.expert_bank(*shared, spelling)))
+    assert {which for which, _ in results} == {0, 1}
+    for which, result in results:
+        assert torch.equal(result, expected[which])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_a_bank_of_what_a_bank_has_made(mixed: Bank, tokens: int) -> None:
+    """Each launch takes the result of the one before, which is still being written when it starts.
+
+    Memory is not poisoned here: that would put other kernels between the launches.
+    """
+    x, ids, weights = mixed.inputs(tokens, 8)
+    weights /= expert_bank(x, ids, weights, mixed.operand).float().std()  # results are about as large as x
+
+    def chain(wait: bool) -> list[Any]:
+        results = [x]
+        for _ in range(3):
+            results.append(expert_bank(results[-1], ids, weights, mixed.operand))
+            if wait:
+                torch.cuda.synchronize()
+        return results
+
+    expected = chain(wait=True)
+    assert 1e-3 < float(expected[-1].float().std()) < 1e3
+    for _ in range(30):
+        assert all(torch.equal(*pair) for pair in zip(chain(wait=False), expected, strict=True))
+
+
 def test_nothing_waits_for_the_device(mixed: Bank, no_waiting: Callable[..., Any]) -> None:
     x, ids, weights = mixed.inputs(5, 4)
     expert_bank(x, ids, weights, mixed.operand)
