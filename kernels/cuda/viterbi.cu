@@ -259,6 +259,6 @@ viterbi(const short* __restrict__ targets, u16* __restrict__ states, const short
                            index < rings ? states + (size_t)index * RING : nullptr, lane);
             }
         }
-        __syncthreads();
+        all_meet();
     }
 }

@@ -106,6 +106,8 @@ DEVICE void store_short(u32 address, int value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((short)value) : "memory");
 }
 DEVICE void searchers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(SEARCHERS) : "memory"); }
+// These and the tracing warps.
+DEVICE void all_meet() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory"); }
 
 // ---- arithmetic on metrics: two of 16 bits, or one of 32 -----------------------------------------------------------
 
