@@ -1,7 +1,7 @@
 """The product with a quantized weight as a torch operator: the same call on CPUs and CUDA devices.
 
 On a CUDA device and for float16 and bfloat16 a kernel decodes the weight in registers while it multiplies, up to
-`FUSED_ROWS` rows; above, the weight is decoded to the dtype of the activations by the kernel of `cuda.decode`, a block
+`fused_rows` rows; above, the weight is decoded to the dtype of the activations by the kernel of `cuda.decode`, a block
 of rows at a time, and multiplied by cuBLAS. Everything else is `linear.fallback_matmul`.
 """
 
@@ -17,12 +17,22 @@ from espalier_format.kernels.cuda import decode as cuda_decode
 from espalier_format.kernels.cuda import matmul as cuda_matmul
 from espalier_format.kernels.cuda.operands import aligned_operand
 from espalier_format.kernels.linear import GPU_BLOCK, LinearOperand, check_activations, fallback_matmul
+from espalier_format.kernels.no_derivative import call_operator, refuse_derivative
 from espalier_format.kernels.numpy_decoder import row_blocks
 
-FUSED_ROWS: Final = 64
-"""The most rows for which the weight is decoded inside the product. On an H200 that is faster, or as fast, up to this
-number from 4096 x 4096 on; e2m1@2 of 2048 x 4096 would change at 46 rows, of 2048 x 512 at 28
-(benchmarks/results/cuda-matmul.md)."""
+_FUSED_ROWS: Final = ((1 << 23, 32), (1 << 24, 56))
+"""Below so many weights, up to so many rows; see `fused_rows`."""
+MOST_FUSED_ROWS: Final = 64
+"""What `fused_rows` is at most."""
+
+
+def fused_rows(weights: int) -> int:
+    """Return the most rows for which a weight of so many elements is decoded inside the product on a CUDA device.
+
+    With more, decoding it first and multiplying by cuBLAS is faster on an H200 (benchmarks/results/cuda-matmul.md). A
+    small weight is decoded soon, and leaves a product that decodes too few thread blocks to share its rows.
+    """
+    return next((rows for below, rows in _FUSED_ROWS if weights < below), MOST_FUSED_ROWS)
 
 
 def register(library: Any) -> None:
@@ -34,6 +44,7 @@ def register(library: Any) -> None:
     library.impl("matmul", _matmul_cpu, "CPU")
     library.impl("matmul", _matmul_cuda, "CUDA")
     torch.library.register_fake("espalier_format::matmul", _matmul_fake, lib=library)
+    refuse_derivative("matmul", library)
 
 
 def matmul(
@@ -53,17 +64,19 @@ def matmul(
     ``x`` is float32, float16 or bfloat16 of shape (..., in_features), with any strides; ``trellis`` int16 (in_p/16,
     out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,) and ``bias`` (out_features,), of any of the three
     dtypes or None, are contiguous; all are on one device; ``codebook`` is a codebook or its name. The result has the
-    dtype of ``x`` and shape (..., out_features). The operator ``torch.ops.espalier_format.matmul``; without a
-    derivative.
+    dtype of ``x`` and shape (..., out_features). The operator ``torch.ops.espalier_format.matmul``. It is for
+    inference: ``backward`` through it raises UsageError, on every device.
 
     On a CUDA device and for float16 and bfloat16 nothing waits for the device, the call can be captured in a CUDA graph
-    after one that was not, and the result is the same in every run. Up to `FUSED_ROWS` rows weights are exact, rotated
+    after one that was not, and the result is the same in every run. Up to `fused_rows` rows weights are exact, rotated
     activations have the precision of float16 (whatever their magnitude), sums are float32, and a result that the dtype
     can hold is not lost to an overflow on the way; memory beyond the result is a few partial sums. With more rows,
     weights are within `cuda.decode.TOLERANCE` of the exact ones and so rounded to the dtype of ``x`` (one beyond 65504
     is an infinity in float16), the bias is rounded to that dtype too, the sums are those of
     ``torch.nn.functional.linear`` in it, and memory beyond the result is that of about `GPU_BLOCK` weights, or of one
-    rotation block of rows where that is more. Either way the values of scales are not looked at. Float32, and other
+    rotation block of rows where that is more. Either way the values of scales are not looked at: whoever loads a module
+    refuses bad ones, and for float16 weights that overflow it (`load_checks.check_scales`, spec/rotation.md §5.1). Of a
+    module that nobody checked, every output that a bad scale enters is an infinity or a NaN. Float32, and other
     devices: as `linear.fallback_matmul`.
 
     Raises CodebookError, DtypeError, ShapeError, and UsageError for tensors on several devices, an unknown rotation
@@ -71,10 +84,10 @@ def matmul(
     """
     import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operator; it imports this module
 
-    result: torch.Tensor = torch.ops.espalier_format.matmul(
-        x, trellis, suh, svh, bias, get_codebook(codebook).name, rotation_in, rotation_out, in_features, out_features
-    )
-    return result
+    return call_operator(
+        torch.ops.espalier_format.matmul, x, trellis, suh, svh, bias, get_codebook(codebook).name, rotation_in,
+        rotation_out, in_features, out_features,
+    )  # fmt: skip
 
 
 def _matmul_cpu(*arguments: Any) -> torch.Tensor:
@@ -89,7 +102,8 @@ def _matmul_cuda(*arguments: Any) -> torch.Tensor:
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     operand = aligned_operand(operand)
-    if rows.shape[0] > FUSED_ROWS:
+    padded_in, padded_out = operand.padded_size
+    if rows.shape[0] > fused_rows(padded_in * padded_out):
         y = _decode_then_multiply(rows, operand)
     else:
         y = torch.empty((rows.shape[0], operand.out_features), dtype=x.dtype, device=x.device)

@@ -13,9 +13,16 @@ from espalier_format.codec.codebook import CODEBOOKS, Codebook
 from espalier_format.codec.tile import TILE
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
-from espalier_format.kernels.cuda.loading import load_kernel
+from espalier_format.kernels.cuda.loading import Preparation, load_kernel
 from espalier_format.kernels.cuda.macros import codebook_macros
-from espalier_format.kernels.cuda.matmul_plan import WARPS, Device, has_wide_table, make_plan, possible_tiles
+from espalier_format.kernels.cuda.matmul_plan import (
+    WARPS,
+    Device,
+    has_stages,
+    has_wide_table,
+    make_plan,
+    possible_tiles,
+)
 from espalier_format.kernels.cuda.workspace import arrival_counters
 from espalier_format.kernels.linear import LinearOperand
 
@@ -48,14 +55,17 @@ def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> N
     k_tiles, n_tiles, _ = operand.trellis.shape
     device = device_limits(index)
     plan = make_plan(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
-    kernel, rotate_inputs, overlap = _kernels(codebook, plan.groups, rows == 1, plan.tiles, plan.wide_table, index)
+    kernel, rotate_inputs, overlap = _kernels(
+        codebook, plan.groups, rows == 1, plan.tiles, plan.wide_table, plan.staged, index
+    )
     x_stride = x.stride(0)
     is_bfloat = int(x.dtype == torch.bfloat16)
     x_aligned = int(x.data_ptr() % 16 == 0 and x_stride % 8 == 0 and in_features % 8 == 0)
 
     parts = counters = prepared = exponents = 0
     if plan.contributions > 1:
-        counters = arrival_counters(index, plan.blocks * rows).data_ptr()
+        arrivals = arrival_counters(index, plan.blocks * rows)  # held until the launch, as the others
+        counters = arrivals.data_ptr()
         floats = plan.blocks * plan.contributions * rows * plan.width
         sums = torch.empty(floats, dtype=torch.float32, device=x.device)
         parts = sums.data_ptr()
@@ -117,6 +127,7 @@ def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> N
             plan.input_sets,
             plan.inputs_at,
             plan.sums_at,
+            plan.words_at,
         ),
         _norm(rotation_in, rotation_out),
         overlap=overlap,
@@ -125,16 +136,30 @@ def launch_matmul(x: torch.Tensor, operand: LinearOperand, y: torch.Tensor) -> N
 
 @cache
 def _kernels(
-    codebook: Codebook, groups: int, one_row: bool, tiles: int, wide: bool, device_index: int
+    codebook: Codebook, groups: int, one_row: bool, tiles: int, wide: bool, staged: bool, device_index: int
 ) -> tuple[Kernel, Kernel, bool]:
     """Return the kernels, and whether they may overlap with what stands before them."""
-    macros = kernel_macros(codebook, groups, one_row, tiles, wide)
+    macros = kernel_macros(codebook, groups, one_row, tiles, wide, staged)
     kernels = (load_kernel("matmul", symbol, macros, device_index) for symbol in _SYMBOLS)
     return *kernels, torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
-def kernel_macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, wide: bool) -> dict[str, int | str]:
-    """Return how the kernels are specialised, for a plan's groups and tiles; ``wide``: `Plan.wide_table`."""
+def preparations(operand: LinearOperand, rows: int, index: int) -> set[Preparation]:
+    """Return what `launch_matmul` needs for 1 to so many rows on a device; the operand may be on another one."""
+    k_tiles, n_tiles, _ = operand.trellis.shape
+    device, rotations = device_limits(index), (operand.rotation_in, operand.rotation_out)
+    found = set()
+    for count in range(1, min(rows, device.max_rows) + 1):
+        plan = make_plan(operand.codebook, *rotations, k_tiles, n_tiles, count, device)
+        kind = (operand.codebook, plan.groups, count == 1, plan.tiles, plan.wide_table, plan.staged)
+        found.add(Preparation(_kernels, (*kind, index)))
+    return found
+
+
+def kernel_macros(
+    codebook: Codebook, groups: int, one_row: bool, tiles: int, wide: bool, staged: bool
+) -> dict[str, int | str]:
+    """Return how the kernels are specialised, for a plan's groups, tiles, `Plan.wide_table` and `Plan.staged`."""
     return {
         **codebook_macros(codebook),
         "GROUPS": groups,
@@ -142,6 +167,7 @@ def kernel_macros(codebook: Codebook, groups: int, one_row: bool, tiles: int, wi
         "TILES": tiles,
         "THREADS": 32 * WARPS,
         "WIDE_TABLE": int(wide),
+        "STAGED": int(staged),
     }
 
 
@@ -151,8 +177,9 @@ def variants() -> Iterator[Variant]:
     for turn, codebook in enumerate(CODEBOOKS.values()):
         groups = (1, 2, 4, 8)[turn % 4]
         tiles = possible_tiles(codebook, groups)[-1]
-        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, 1, True, 2, has_wide_table(codebook, 1, roomy)))
-        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, groups, False, tiles, False))
+        wide, staged = has_wide_table(codebook, 1, roomy), has_stages(codebook, 1, roomy)
+        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, 1, True, 2, wide, staged))
+        yield Variant("matmul", _SYMBOLS, kernel_macros(codebook, groups, False, tiles, False, False))
 
 
 @lru_cache(maxsize=4096)

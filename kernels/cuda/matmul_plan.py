@@ -16,6 +16,8 @@ from espalier_format.errors import UsageError
 _TABLE: Final = 65536
 _WIDE_TABLES: Final = {"int6": 131072, "int8": 135168}
 """Bytes of the tables that `Plan.wide_table` is about."""
+_STAGED: Final = ("int5", "int6", "int8")
+"""Codebooks with which words can be staged: the look-ups of the others leave the pipe of shared memory time enough."""
 _RESERVED: Final = 1024
 """Shared memory that a thread block may have below its own: the table begins behind it, whether it is there or not."""
 _SUMS_SHARE: Final = 6
@@ -53,7 +55,7 @@ class Plan:
     column_groups: int
     buffers: int
     sum_sets: int
-    """Sets of buffers of sums, 1 or 2."""
+    """Sets of buffers of sums, 1, 2 or 4."""
     input_sets: int
     """Slices of prepared inputs that there is room for, 1 or 2."""
     ranks: int
@@ -69,7 +71,10 @@ class Plan:
     slice_tiles: int
     inputs_at: int
     sums_at: int
+    words_at: int
     shared_bytes: int
+    staged: bool
+    """Whether words of the weight are copied to shared memory before they are read."""
     wide_table: bool
     """Whether the table of the grid is the larger one of ``codebook_tables.cuh``, for quick look-ups."""
     prepared: bool
@@ -92,6 +97,7 @@ class _Room(NamedTuple):
     buffers: int
     sum_sets: int
     sums_at: int
+    words_at: int
     end: int
 
 
@@ -136,14 +142,18 @@ def candidates(
             if (blocks * units + 1) * thread_blocks >= 1 << 32:
                 continue
             inputs = unit_tiles if ranks > 1 else -(-k_tiles // 4) * 4
-            for table, prepared in itertools.product(tables, (False, True)[: 1 + (rows > 1)]):
-                room = _room(rows, inputs, unit, width, WARPS * TILE * tiles // width, table, prepared, device)
+            for table, prepared, staged in itertools.product(
+                tables, (False, True)[: 1 + (rows > 1)], (False, True)[: 1 + has_stages(codebook, groups, device)]
+            ):
+                words = stage_bytes(codebook, tiles) if staged else 0
+                room = _room(rows, inputs, unit, width, WARPS * TILE * tiles // width, table, words, prepared, device)
                 plan = Plan(
                     rows=rows, groups=groups, tiles=tiles, column_groups=width // (TILE * tiles), buffers=room.buffers,
                     sum_sets=room.sum_sets, input_sets=room.input_sets, ranks=ranks, thread_blocks=thread_blocks,
                     blocks=blocks, units=units, unit_tiles=unit_tiles, contributions=contributions,
                     slice_tiles=room.slice_tiles, inputs_at=room.inputs_at, sums_at=room.sums_at,
-                    shared_bytes=room.end, wide_table=table > _TABLE, prepared=prepared, microseconds=0.0,
+                    words_at=room.words_at, shared_bytes=room.end, staged=staged, wide_table=table > _TABLE,
+                    prepared=prepared, microseconds=0.0,
                 )  # fmt: skip
                 yield replace(plan, microseconds=_microseconds(plan, codebook, inputs))
 
@@ -151,13 +161,25 @@ def candidates(
 def possible_tiles(codebook: Codebook, groups: int) -> tuple[int, ...]:
     """Return what `Plan.tiles` can be: a run of the stream is of whole words, and sums and words fit the registers."""
     least = 1 + codebook.half_steps % 2
-    most = least if groups > 2 else 2 if groups == 2 or codebook.half_steps >= 10 else 4
+    few = groups == 2 or codebook.half_steps >= 10 or codebook.family in _STAGED
+    most = least if groups > 2 else 2 if few else 4
     return tuple(tiles for tiles in (1, 2, 4) if least <= tiles <= most)
 
 
 def has_wide_table(codebook: Codebook, groups: int, device: Device) -> bool:
     """Tell whether a codebook has a larger table, and a device room for it beside inputs and sums of so many rows."""
     return codebook.family in _WIDE_TABLES and groups <= 4 and device.shared_bytes >= 200 << 10
+
+
+def has_stages(codebook: Codebook, groups: int, device: Device) -> bool:
+    """Tell whether words of a codebook can be staged, and a device has room for it beside the rest."""
+    return codebook.family in _STAGED and groups == 1 and device.shared_bytes >= 200 << 10
+
+
+def stage_bytes(codebook: Codebook, tiles: int) -> int:
+    """Return the bytes of the stages of all warps, as ``tile_stream.cuh`` has them: two each, of four padded rows."""
+    row = (tiles * codebook.half_steps * 16 + 95) // 128 * 128 + 32
+    return WARPS * 2 * 4 * row
 
 
 def _divide(blocks: int, units: int, ranks: int, multiprocessors: int) -> tuple[int, int]:
@@ -181,30 +203,32 @@ def _divide(blocks: int, units: int, ranks: int, multiprocessors: int) -> tuple[
 
 
 def _room(
-    rows: int, inputs_tiles: int, unit: int, width: int, shares: int, table: int, prepared: bool, device: Device
-) -> _Room:
-    """Place inputs and sums behind a table of so many bytes.
+    rows: int, inputs_tiles: int, unit: int, width: int, shares: int, table: int, words: int, prepared: bool,
+    device: Device,
+) -> _Room:  # fmt: skip
+    """Place inputs, sums and stages of so many bytes of words behind a table of so many bytes.
 
     Inputs are there in whole, equal slices, of as many tiles as fit. What that leaves goes to more buffers of sums, of
-    which each share of the warps can have one, and to a second set of them.
+    which each share of the warps can have one, and to more sets of them.
     """
     buffers = shares
     while buffers > 1 and buffers * rows * (width + 4) * 4 > device.shared_bytes // _SUMS_SHARE:
         buffers //= 2
     rooms = []
     while buffers:
-        for sum_sets in (2, 1):
+        for sum_sets in (4, 2, 1):
             size = sum_sets * buffers * rows * (width + 4) * 4
-            size += rows * 4 * -(-inputs_tiles // TILE) + 8 * rows + 40  # largest, exponent, barriers
+            size += rows * 4 * -(-inputs_tiles // TILE) + 8 * rows + 16 * sum_sets + 8  # largest, exponent, barriers
             start = table + _RESERVED if table else 0
-            space = device.shared_bytes - start - -(-size // 16) * 16
+            space = device.shared_bytes - start - -(-size // 16) * 16 - words
             tiles, input_sets = _slice(space, inputs_tiles, rows, unit), 1
             if prepared and tiles < inputs_tiles:
                 half = _slice(space // 2, inputs_tiles, rows, unit)
                 if half >= _LEAST_IN_TURN:
                     tiles, input_sets = half, 2
             sums_at = start + input_sets * rows * (tiles * TILE + 8) * 2
-            room = _Room(tiles, input_sets, start, buffers, sum_sets, sums_at, sums_at + -(-size // 16) * 16)
+            words_at = sums_at + -(-size // 16) * 16
+            room = _Room(tiles, input_sets, start, buffers, sum_sets, sums_at, words_at, words_at + words)
             if room.end <= device.shared_bytes:
                 rooms.append(room)
         buffers //= 2
@@ -227,11 +251,14 @@ _DECODING: Final = {"e2m1": 0.099, "int5": 0.636, "int6": 0.577, "int8": 2.051}
 """Microseconds that 1000 weights of a lane in each warp of a scheduler take more than those of EXL3."""
 _DECODING_SMALL: Final = {"int6": 1.212, "int8": 6.152}
 """The same, where there is a wide table and it is not used."""
+_DECODING_STAGED: Final = {"int5": -0.21, "int6": -0.34, "int8": -0.49}
+"""What staged words change of that."""
 _MULTIPLYING: Final = {
-    (1, 1): 0.173, (1, 2): 1.579, (1, 4): 2.625, (2, 1): 0.854, (2, 2): 2.62,
-    (4, 1): 1.803, (4, 2): 4.0, (8, 1): 8.048, (8, 2): 20.0,
+    (0, 1): 0.173, (0, 2): 1.579, (0, 4): 2.45, (1, 1): 0.173, (1, 2): 1.579, (1, 4): 2.625,
+    (2, 1): 0.854, (2, 2): 2.62, (4, 1): 1.803, (4, 2): 4.0, (8, 1): 8.048, (8, 2): 20.0,
 }  # fmt: skip
-"""Microseconds for 1000 weights as before, by groups and tiles; without what a step takes with any number of tiles."""
+"""Microseconds for 1000 weights as before, by groups (0: one row) and tiles; without what a step takes with any
+number of tiles."""
 
 
 def _microseconds(plan: Plan, codebook: Codebook, inputs_tiles: int) -> float:
@@ -249,10 +276,12 @@ def _microseconds(plan: Plan, codebook: Codebook, inputs_tiles: int) -> float:
     busy = max(min(WARPS, plan.column_groups * -(-tiles // (4 * segments))) / 4, 1)  # warps of a scheduler
     slow = codebook.family in _WIDE_TABLES and not plan.wide_table
     decoding = (_DECODING_SMALL if slow else _DECODING).get(codebook.family, 0.0)
-    weights = decoding + _MULTIPLYING[plan.groups, plan.tiles] + 4.227 / plan.tiles
+    if plan.staged:
+        decoding += _DECODING_STAGED[codebook.family]
+    weights = decoding + _MULTIPLYING[plan.groups * (plan.rows > 1), plan.tiles] + 4.227 / plan.tiles
     rounds = -(-plan.rows // WARPS)
-    time = 0.512 + steps * plan.tiles * 0.032 * busy * weights
-    time += segments * (2.138 + 0.0113 * plan.rows * shares)
+    time = 0.512 + 0.12 * plan.tiles + 0.4 * plan.staged + steps * plan.tiles * 0.032 * busy * weights
+    time += segments * ((1.0 if plan.groups == 1 else 2.138) + 0.0113 * plan.rows * shares)
     if split:
         exchange = 0.533 + 0.103 * rounds * (plan.contributions + 4)
         time += exchange * (segments if plan.ranks > 1 else 1)

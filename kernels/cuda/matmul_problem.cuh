@@ -27,7 +27,7 @@ struct Problem {
     int slice_tiles;            // k tiles whose inputs are in shared memory at a time, a multiple of 4
     int column_groups;          // warps side by side along n, a power of two
     int buffers;                // of sums, a power of two
-    int sum_sets;               // of buffers, 1 or 2
+    int sum_sets;               // of buffers, 1, 2 or 4
     float* parts;               // [blocks of columns][rows][contributions][width] where there is more than one of these
     int* arrived;               // [blocks of columns][rows], zero before and after
     float norm;                 // 1 / the root of the product of both rotation blocks
@@ -67,7 +67,7 @@ struct Shared {
     float* sums;       // [sum_sets][buffers][rows][sum_stride]
     u32* largest;      // [rows][parts of 256 inputs]
     int* exponent;     // [2][rows]
-    u32 barriers;      // address of four
+    u32 barriers;      // address of two for each set of sums
     __device__ __forceinline__ SharedBarrier added(int set) const { return {barriers + 16 * set}; }
     __device__ __forceinline__ SharedBarrier used(int set) const { return {barriers + 16 * set + 8}; }
 };
@@ -86,17 +86,18 @@ __device__ __forceinline__ u32 quotient(u32 a, u32 b) { return a < b ? 0 : b == 
 struct Cut {
     u32 blocks, units;   // blocks of columns; units of k
     u32 begin, end;      // of the sequence of blocks and units, this thread block's part
+    u32 first_block;     // of that part
     __device__ __forceinline__ u32 owner(u32 item) const { return ((item + 1) * gridDim.y - 1) / (blocks * units); }
     __device__ __forceinline__ int count() const {
         if (gridDim.x > 1) return gridDim.y >= blocks ? 1 : (blocks - blockIdx.y + gridDim.y - 1) / gridDim.y;
-        return begin == end ? 0 : quotient(end - 1, units) - quotient(begin, units) + 1;
+        return begin == end ? 0 : quotient(end - 1, units) - first_block + 1;
     }
     __device__ __forceinline__ Share share(const Problem& p, int i) const {
         if (gridDim.x > 1) {
             const int first = min((int)blockIdx.x * p.unit_tiles, p.k_tiles);
             return {(int)(blockIdx.y + i * gridDim.y), first, min(first + p.unit_tiles, p.k_tiles)};
         }
-        const u32 block = quotient(begin, units) + i;
+        const u32 block = first_block + i;
         const u32 first = max(begin, block * units) - block * units;
         const u32 last = min(end, (block + 1) * units) - block * units;
         return {(int)block, (int)first * p.unit_tiles, min((int)last * p.unit_tiles, p.k_tiles)};

@@ -12,7 +12,13 @@
 // rows. In one *step* a warp multiplies 4 tiles along k by TILES tiles along n; a lane holds TILES units, in PIECES
 // runs of UNITS units that lie together.
 //
-// Macros beside those of codebook_tables.cuh: TILES. Used by matmul.cu; made for other kernels that multiply as well.
+// A lane reads its words itself, one step ahead. But the four lanes of a quad so read from four places far from each
+// other, and where the pipe of shared memory is busy with look-ups, the cache that shares it with them is in the way.
+// There the words can be STAGED: copied to shared memory two steps ahead, 128 bytes of a row of tiles by eight lanes,
+// and read from there one step ahead. A warp copies for itself alone.
+//
+// Macros beside those of codebook_tables.cuh: TILES; STAGED (0 or 1). Used by matmul.cu; made for other kernels that
+// multiply as well.
 #ifndef ESPALIER_TILE_STREAM
 #define ESPALIER_TILE_STREAM
 
@@ -35,40 +41,104 @@ struct Step {
     u32 word[PIECES][PIECE_WORDS + 1];
 };
 
-__device__ __forceinline__ void load_words(u32* target, const u32* source) {
-#pragma unroll
-    for (int i = 0; i < PIECE_WORDS; i += LOAD_WORDS) {
-        if constexpr (LOAD_WORDS == 4) {
-            const uint4 part = *reinterpret_cast<const uint4*>(source + i);
-            target[i] = part.x, target[i + 1] = part.y, target[i + 2] = part.z, target[i + 3] = part.w;
-        } else if constexpr (LOAD_WORDS == 2) {
-            const uint2 part = *reinterpret_cast<const uint2*>(source + i);
-            target[i] = part.x, target[i + 1] = part.y;
-        } else {
-            target[i] = source[i];
-        }
-    }
+#if STAGED
+
+constexpr int ROW_PARTS = TILES * HALF_STEPS;  // 16 bytes each, of a row of tiles of a step
+constexpr int COPIES = (ROW_PARTS + 7) / 8;    // of a lane
+constexpr int ROW_BYTES = (ROW_PARTS * 16 + 95) / 128 * 128 + 32;  // of a stage; rows begin in different banks
+constexpr int STAGE_BYTES = 4 * ROW_BYTES;
+
+// The row of tiles of a step that a lane fetches from, and where there, in words, from the first of the warp's tiles on.
+__device__ __forceinline__ int fetched_row(int lane) { return lane >> 3; }
+__device__ __forceinline__ int fetched_offset(int lane) { return (lane & 7) * 4; }
+// How much a lane may fetch, where so many tiles along n are left: what `fetch` takes.
+__device__ __forceinline__ int fetched_room(int lane, int tiles) {
+    return min(tiles, TILES) * HALF_STEPS - (lane & 7);
 }
 
-// Where a lane's words of a step begin, counted from the first of the warp's tiles in the lane's row of tiles.
-__device__ __forceinline__ int lane_offset(int lane) {
+// Two stages of a warp, used in turn.
+class Stages {
+    u32 present, both;  // what of this stage a lane reads; the sum of both places
+    int to;             // from there to where it copies to
+
+  public:
+    __device__ __forceinline__ Stages(u32 start, int lane) {
+        const int quad = lane >> 2;
+        const int from = (lane & 3) * ROW_BYTES + (quad / RUNS * TILE_WORDS + quad % RUNS * PIECE_WORDS) * 4;
+        present = start + from, both = 2 * present + STAGE_BYTES;
+        to = fetched_row(lane) * ROW_BYTES + fetched_offset(lane) * 4 - from;
+    }
+    // Begin to copy a step to the present stage: `room` is 0 where nothing exists for a lane.
+    __device__ __forceinline__ void fetch(const u32* words, int room) const {
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i)
+            asm volatile("{.reg .pred p; setp.gt.s32 p, %2, %3; @p cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(
+                             present + to + i * 128),
+                         "l"(words + i * 32), "r"(room), "r"(i * 8)
+                         : "memory");
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    __device__ __forceinline__ void turn() { present = both - present; }
+    // Wait until of the steps that lanes of the warp have begun to copy all are there but the last `LEFT`.
+    template <int LEFT>
+    __device__ __forceinline__ void wait() const {
+        asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+        __syncwarp();
+    }
+    // The words of the step in the present stage; of tiles that do not exist, any.
+    __device__ __forceinline__ void read(Step& step) const {
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+            for (int i = 1; i <= PIECE_WORDS; i += LOAD_WORDS) {
+                u32* word = &step.word[p][i];
+                const u32 from = present + (p * UNITS * TILE_WORDS + i - 1) * 4;
+                if constexpr (LOAD_WORDS == 4)
+                    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                                 : "r"(from)
+                                 : "memory");
+                else if constexpr (LOAD_WORDS == 2)
+                    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "r"(from) : "memory");
+                else
+                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from) : "memory");
+            }
+    }
+};
+
+#else
+
+__device__ __forceinline__ int fetched_row(int lane) { return lane & 3; }
+__device__ __forceinline__ int fetched_offset(int lane) {
     const int quad = lane >> 2;
     return quad / RUNS * TILE_WORDS + quad % RUNS * PIECE_WORDS;
 }
+__device__ __forceinline__ int fetched_room(int lane, int tiles) { return tiles - (lane >> 2) / RUNS; }
 
-// Read a step: `words` are the lane's own (`lane_offset`), `columns` says how many tiles along n exist from the lane's
-// first one on (none, or less, for a k past the end). What does not exist reads as zeros.
-__device__ __forceinline__ void load_step(Step& step, const u32* words, int columns) {
+// Read a step; `room` is 0 where nothing exists for a lane. What does not exist keeps its value.
+__device__ __forceinline__ void fetch(Step& step, const u32* words, int room) {
 #pragma unroll
-    for (int p = 0; p < PIECES; ++p) {
-        if (p * UNITS < columns) {
-            load_words(&step.word[p][1], words + p * UNITS * TILE_WORDS);
-        } else {
+    for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-            for (int i = 1; i <= PIECE_WORDS; ++i) step.word[p][i] = 0;
+        for (int i = 1; i <= PIECE_WORDS; i += LOAD_WORDS) {
+            u32* word = &step.word[p][i];
+            const u32* from = words + p * UNITS * TILE_WORDS + i - 1;
+            if constexpr (LOAD_WORDS == 4)
+                asm volatile("{.reg .pred p; setp.gt.s32 p, %5, %6; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                             : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
+                             : "l"(from), "r"(room), "r"(p * UNITS));
+            else if constexpr (LOAD_WORDS == 2)
+                asm volatile("{.reg .pred p; setp.gt.s32 p, %3, %4; @p ld.global.v2.u32 {%0, %1}, [%2];}"
+                             : "+r"(word[0]), "+r"(word[1])
+                             : "l"(from), "r"(room), "r"(p * UNITS));
+            else
+                asm volatile("{.reg .pred p; setp.gt.s32 p, %2, %3; @p ld.global.u32 %0, [%1];}"
+                             : "+r"(word[0])
+                             : "l"(from), "r"(room), "r"(p * UNITS));
         }
-    }
 }
+
+#endif
 
 // The lane that has what stands before each run of a lane.
 __device__ __forceinline__ int lane_before(int lane) {

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from espalier_format.kernels import ops  # noqa: E402
 from espalier_format.kernels.cuda import matmul as cuda_matmul  # noqa: E402
 from espalier_format.kernels.cuda.matmul_plan import Device, candidates  # noqa: E402
-from espalier_format.kernels.matmul import FUSED_ROWS  # noqa: E402
+from espalier_format.kernels.matmul import MOST_FUSED_ROWS, fused_rows  # noqa: E402
 
 matmul = ops.matmul
 
@@ -112,6 +112,12 @@ class Case:
         assert typical <= (OPERAND_ROUNDOFF + 0.6 * UNIT_ROUNDOFF[x.dtype]) * size, (float(typical), float(size))
 
 
+@pytest.fixture(autouse=True)
+def _small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode inside the product for all rows for which large weights are, in these tests of small ones."""
+    monkeypatch.setattr("espalier_format.kernels.matmul.fused_rows", lambda _: MOST_FUSED_ROWS)
+
+
 @pytest.fixture(scope="module")
 def make_case(random_module: Maker) -> Callable[..., Case]:
     return lambda *arguments, **options: Case(random_module(*arguments, **options))
@@ -143,7 +149,7 @@ def test_every_rotation(rotation_in: int, rotation_out: int, make_case: Callable
             case.check(x, bias, case.product(x, bias))
 
 
-@pytest.mark.parametrize("rows", [*range(1, 18), 24, 31, 32, 33, 48, 63, FUSED_ROWS])
+@pytest.mark.parametrize("rows", [*range(1, 18), 24, 31, 32, 33, 48, 63, MOST_FUSED_ROWS])
 def test_every_number_of_rows(rows: int, make_case: Callable[..., Case]) -> None:
     case = make_case("e2m1@1.5", (64, 128), 448, 256)
     x = activations(rows, 448, torch.float16, seed=rows)
@@ -166,7 +172,9 @@ def test_sizes(name: str, size: tuple[int, int], make_case: Callable[..., Case])
         case.check(x, None, case.product(x))
 
 
-@pytest.mark.parametrize(("name", "rows"), [("e2m1@2", 1), ("int6@4", 6), ("exl3-mul1@2.5", 20), ("int8@6", 40)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("e2m1@2", 1), ("int5@3", 1), ("int6@4", 6), ("exl3-mul1@2.5", 20), ("int8@6", 40)]
+)
 def test_every_plan(name: str, rows: int, make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """However the product is cut. With few multiprocessors a thread block takes several blocks of columns in turn."""
     case = make_case(name, (128, 128), 3000, 700)
@@ -186,14 +194,38 @@ def test_every_plan(name: str, rows: int, make_case: Callable[..., Case], monkey
 def test_many_rows_are_decoded_first(make_case: Callable[..., Case]) -> None:
     """Weights are rounded to the dtype of x there: the bound is another one, of the same size."""
     case = make_case("int6@3.5", (128, 128), 500, 700)
-    x, bias = activations(FUSED_ROWS + 1, 500, torch.float16), activations(1, 700, torch.float16, seed=1)[0]
+    x, bias = activations(MOST_FUSED_ROWS + 1, 500, torch.float16), activations(1, 700, torch.float16, seed=1)[0]
     exact = x.to(torch.float64).cpu().numpy() @ reference.decode_weight(*case.module.operands())[:500, :700]
     exact += bias.to(torch.float64).cpu().numpy()
     got = case.product(x, bias).to(torch.float64).cpu().numpy()
     assert np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) <= 2 * OPERAND_ROUNDOFF
 
 
-@pytest.mark.parametrize("rows", [1, 20, FUSED_ROWS + 1])
+@pytest.mark.parametrize("size", [(512, 256), (2048, 4096)])
+def test_fewer_rows_are_decoded_first_where_the_weight_is_small(
+    size: tuple[int, int], make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of the product is launched up to `fused_rows` rows, and not beyond."""
+    monkeypatch.setattr("espalier_format.kernels.matmul.fused_rows", fused_rows)
+    launched, launch = [], cuda_matmul.launch_matmul
+
+    def counted(x: Any, *rest: Any) -> None:
+        launched.append(len(x))
+        launch(x, *rest)
+
+    monkeypatch.setattr(cuda_matmul, "launch_matmul", counted)
+    case = make_case("e2m1@2", (128, 128), *size)
+    most = fused_rows(size[0] * size[1])
+    assert 0 < most < MOST_FUSED_ROWS
+    for rows in (most, most + 1):
+        x = activations(rows, size[0], torch.float16)
+        got = case.product(x).to(torch.float64)
+        exact = x.double() @ torch.from_numpy(reference.decode_weight(*case.module.operands())).cuda()
+        assert (got - exact).norm() <= 2 * OPERAND_ROUNDOFF * exact.norm()
+    assert launched == [most]
+
+
+@pytest.mark.parametrize("rows", [1, 20, MOST_FUSED_ROWS + 1])
 def test_nothing_waits_for_the_device(
     rows: int, make_case: Callable[..., Case], no_waiting: Callable[..., Any]
 ) -> None:

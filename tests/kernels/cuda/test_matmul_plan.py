@@ -47,12 +47,18 @@ def shares(plan: Plan, k_tiles: int) -> dict[tuple[int, int], list[tuple[int, in
 
 
 def check_room(plan: Plan, codebook: Codebook) -> None:
-    """Inputs, sums and table of the kernel lie apart, wherever below 1 KiB a block's shared memory begins."""
+    """Inputs, sums, words and table of the kernel lie apart, wherever below 1 KiB a block's shared memory begins."""
     inputs = plan.input_sets * plan.rows * (plan.slice_tiles * 16 + 8) * 2
     sums = plan.sum_sets * plan.buffers * plan.rows * (plan.width + 4) * 4
     sums += plan.rows * 4 * -(-plan.slice_tiles // 16) + 8 * plan.rows
-    sums = -(-sums // 8) * 8 + 4 * 8  # four barriers of eight bytes, at a multiple of eight
+    sums = -(-sums // 8) * 8 + 2 * plan.sum_sets * 8  # two barriers of eight bytes for each set, at a multiple of eight
     regions = [(plan.inputs_at, plan.inputs_at + inputs), (plan.sums_at, plan.sums_at + sums)]
+    if plan.staged:
+        # Of each warp two stages of four rows, which begin in banks 8 apart.
+        length = plan.tiles * codebook.halfwords_per_tile * 2
+        row = next(size for size in itertools.count(length) if size % 128 == 32)
+        regions.append((plan.words_at, plan.words_at + WARPS * 2 * 4 * row))
+        assert plan.words_at % 16 == 0
     if codebook.is_grid:
         # int6: 2^17 bytes. int8: (33 * 4095) // 128 + 1 rows. The table is at 1024 in the address space.
         size = {9: 1 << 17, 12: 1056 * 128}[codebook.index_bits] if plan.wide_table else 65536
@@ -89,7 +95,7 @@ def test_every_weight_once(
         assert WARPS % plan.column_groups == 0
         assert 1 <= plan.buffers <= WARPS // plan.column_groups
         assert all(n & (n - 1) == 0 for n in (plan.buffers, plan.column_groups))
-        assert plan.sum_sets in {1, 2}
+        assert plan.sum_sets in {1, 2, 4}
         assert plan.input_sets == 1 or (plan.prepared and plan.input_sets == 2)
         assert plan.slice_tiles % 4 == 0
         assert plan.slice_tiles * 16 % max(rotation[0], 1) == 0
@@ -143,7 +149,7 @@ def test_compiles_for_every_codebook(name: str) -> None:
     codebook = get_codebook(name)
     rows = 1 + 9 * list(CODEBOOKS).index(name) % 64
     plan = make_plan(codebook, 128, 128, 256, 256, rows, H200)
-    macros = matmul.kernel_macros(codebook, plan.groups, rows == 1, plan.tiles, plan.wide_table)
+    macros = matmul.kernel_macros(codebook, plan.groups, rows == 1, plan.tiles, plan.wide_table, plan.staged)
     cubin, remarks = compile_text(kernel_source("matmul"), "matmul", macros, "sm_90")
     assert b"matmul" in cubin
     assert remarks == ""
