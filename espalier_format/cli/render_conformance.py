@@ -62,5 +62,6 @@ def _table(report: ConformanceReport) -> Table:
         for kind in report.kinds:
             if kind.level == level:
                 counts = f"{kind.passed} passed" + (f", {kind.failed} failed" if kind.failed else "")
-                table.add_row("", f"  {kind.kind}", "", counts, Text(safe_text(kind.decoder)))
+                where = ", refuses at load" if kind.refuses_at_load else ""
+                table.add_row("", f"  {kind.kind}", "", counts, Text(safe_text(f"{kind.decoder}{where}")))
     return table

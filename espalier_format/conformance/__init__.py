@@ -12,19 +12,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from espalier_format.conformance.at_load import refuses_at_load
     from espalier_format.conformance.outcome import CaseResult, Mismatch
     from espalier_format.conformance.report import ConformanceReport
     from espalier_format.conformance.runner import run_conformance
     from espalier_format.conformance.suite import Options
     from espalier_format.conformance.writer import write_kit
 
-__all__ = ["CaseResult", "ConformanceReport", "Mismatch", "Options", "run_conformance", "write_kit"]
+__all__ = ["CaseResult", "ConformanceReport", "Mismatch", "Options", "refuses_at_load", "run_conformance", "write_kit"]
 
 _HOMES: Final = {
     "CaseResult": "outcome",
     "ConformanceReport": "report",
     "Mismatch": "outcome",
     "Options": "suite",
+    "refuses_at_load": "at_load",
     "run_conformance": "runner",
     "write_kit": "writer",
 }

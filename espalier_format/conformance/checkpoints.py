@@ -189,4 +189,7 @@ def _exl3_codebooks() -> KitCheckpoint:
         "layers.0.d_proj": ("exl3-mul1@8", (0, 0), (20, 30)),
     }
     held = {key: KitModule(_module(name, key, *value)) for key, value in modules.items()}
+    # Nothing is wrong with it, but in float16 it must be refused.
+    large = "layers.0.e_proj"
+    held[large] = KitModule(ModuleCase(f"{name}/{large}", "exl3-mul1@4", 0, 0, 20, 30, "overflow"))
     return KitCheckpoint(name, {"architectures": ["Example"]}, held, (), {"norm.weight": ("F32", (128,))})

@@ -69,6 +69,27 @@ def compare_weight(result: object, case: ModuleCase, dtype: OutputDtype, *, exac
     return None
 
 
+def compare_unchecked(result: object, case: ModuleCase, dtype: OutputDtype) -> Mismatch | None:
+    """Compare the weight of a module that should be refused, by a decoder that does not look at values.
+
+    What is no number in that dtype must be an infinity or a NaN; what is one, within spec/rotation.md §6.
+    """
+    weight, tensors, lost = case.weight(), case.tensors(), case.lost(dtype)
+    patterns = received_floats(result, dtype, weight.shape)
+    if isinstance(patterns, Mismatch):
+        return patterns
+    values = numbers(patterns, dtype)
+    hidden = lost & np.isfinite(values)
+    if hidden.any():
+        at = _first(hidden)
+        got = f"{float(values[at]):.9g}"
+        text = f"{dtype} weight[{_spell(at)}] is {got}, which hides that its scale is bad; {_count(hidden)}"
+        return Mismatch(text, at, "an infinity or a NaN", got)
+    right, finite = np.where(lost, 0.0, weight), np.where(lost, 0.0, values)
+    suh, svh = (np.where(np.isfinite(side), side, np.float16(1)) for side in (tensors.suh, tensors.svh))
+    return _beyond("weight", finite, right, weight_bound(right, suh, svh, case.book.family, dtype), dtype)
+
+
 def compare_product(result: object, case: ProductCase, dtype: OutputDtype) -> Mismatch | None:
     """Compare outputs (rows, out_features) within spec/conformance.md §7."""
     operands, tensors = case.operands(), case.module.tensors()

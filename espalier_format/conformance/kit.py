@@ -24,7 +24,7 @@ from espalier_format.conformance.module_case import DTYPES, ModuleCase
 from espalier_format.conformance.modules import weight_modules
 from espalier_format.conformance.outcome import LEVELS, Kind
 from espalier_format.conformance.products import product_cases
-from espalier_format.conformance.refusals import refusal_cases
+from espalier_format.conformance.refusals import load_refusals, refusal_cases
 from espalier_format.conformance.stored import StoredTensor, safetensors_bytes
 from espalier_format.conformance.tolerance import LARGEST_VALUE, PRODUCT, WEIGHT, Allowance
 from espalier_format.kernels.digest import decode_digest
@@ -152,7 +152,11 @@ def _load() -> _Group:
             label = f"{checkpoint.name}/{name}"
             tensors[f"{label}.weight"] = StoredTensor.of("F64", module.weight())
             place = {"name": label, "folder": f"checkpoints/{checkpoint.name}", "module": name}
-            cases.append({**place, **_description(module), "tensors": {"weight": f"{label}.weight"}})
+            tail = {"tensors": {"weight": f"{label}.weight"}, "refused": module.refused}
+            cases.append({**place, **_description(module), **tail})
+    for refusal, name in load_refusals():
+        label = f"refused/{refusal.name}"
+        cases.append({"name": label, "folder": label, "module": name, "refused": dict.fromkeys(DTYPES, refusal.code)})
     return _Group({"about": about, **_tolerance(WEIGHT)}, cases, tensors)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.magnitude import FLOAT16_OVERFLOW
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.codec.tile import TILE
@@ -70,8 +71,16 @@ class ModuleCase:
         return reference.decode_codes(self.tensors().trellis, self.book)
 
     def weight(self) -> NDArray[np.float64]:
-        """Return the exact weight by the reference, relative error below 2^-50: float64 (out_features, in_features)."""
+        """Return the exact weight by the reference, relative error below 2^-50: float64 (out_features, in_features).
+
+        A weight whose scale is an infinity or a NaN is a NaN.
+        """
         return _weight(self)
+
+    def lost(self, dtype: OutputDtype) -> NDArray[np.bool_]:
+        """Tell which weights are no numbers in a dtype: their scale is not finite, or they overflow."""
+        weight = self.weight()
+        return np.isnan(weight) | (np.abs(weight) >= FLOAT16_OVERFLOW) if dtype == "float16" else np.isnan(weight)
 
     def rounded(self, dtype: OutputDtype) -> NDArray[Any]:
         """Return the correctly rounded weight, (out_features, in_features); bfloat16 as uint16 patterns."""
@@ -137,9 +146,10 @@ def _tensors(case: ModuleCase) -> ModuleTensors:
 @lru_cache(maxsize=8)
 def _weight(case: ModuleCase) -> NDArray[np.float64]:
     tensors = case.tensors()
-    stored = reference.decode_weight(
-        tensors.trellis, tensors.suh, tensors.svh, case.book, case.rotation_in, case.rotation_out
-    )
+    suh, svh = (np.where(np.isfinite(side), side, np.float16(0)) for side in (tensors.suh, tensors.svh))
+    stored = reference.decode_weight(tensors.trellis, suh, svh, case.book, case.rotation_in, case.rotation_out)
     weight = np.ascontiguousarray(stored[: case.in_features, : case.out_features].T) + 0.0
+    weight[:, ~np.isfinite(tensors.suh[: case.in_features])] = np.nan
+    weight[~np.isfinite(tensors.svh[: case.out_features])] = np.nan
     weight.flags.writeable = False
     return weight

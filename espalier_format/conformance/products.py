@@ -43,6 +43,10 @@ _EDGES: Final[tuple[tuple[str, int, bool, Inputs], ...]] = (
     ("edge/one-input", 3, True, "usual"),
     ("edge/two-blocks-of-256", 6, True, "usual"),
     ("edge/larger", 33, False, "usual"),
+    ("edge/larger", 65, True, "usual"),
+    ("edge/steep-scales", 200, True, "usual"),
+    ("edge/steep-scales-rotated", 65, False, "usual"),
+    ("edge/subnormal-float16", 200, False, "usual"),
 )
 """Beginning of the label of a module, rows, whether there is a bias, inputs."""
 

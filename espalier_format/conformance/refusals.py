@@ -50,6 +50,11 @@ def refusal_cases() -> tuple[RefusalCase, ...]:
     )
 
 
+def load_refusals() -> tuple[tuple[RefusalCase, str], ...]:
+    """Return bad checkpoints that open, each with the module that must be refused when it is decoded."""
+    return tuple((case, "layers.0.up_proj") for case in refusal_cases() if case.name == "scale-nan")
+
+
 def _content(file: Mapping[str, str]) -> bytes:
     return file["text"].encode("ascii") if "text" in file else bytes.fromhex(file["hex"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from espalier_format.conformance.at_load import is_declared
 from espalier_format.conformance.attempt import asked
 from espalier_format.conformance.bench import Bench
 from espalier_format.conformance.outcome import LEVELS, CaseResult, Kind
@@ -50,7 +51,8 @@ def run_conformance(
         for kind, cases in selected.items():
             own = [case.run(decoders[kind], bench) for case in cases]
             failed = sum(not result.passed for result in own)
-            kinds.append(KindResult(kind, _name(decoders[kind], kind, names), len(own) - failed, failed))
+            name, declared = _name(decoders[kind], kind, names), kind == "weights" and is_declared(decoders[kind])
+            kinds.append(KindResult(kind, name, len(own) - failed, failed, declared))
             results += own
     return ConformanceReport(tuple(results), tuple(kinds), total - len(results), claim)
 

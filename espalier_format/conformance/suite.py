@@ -12,6 +12,7 @@ from typing import Any, Final
 from espalier_format.codec.dtype_names import parse_dtype
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.conformance import comparison
+from espalier_format.conformance.at_load import is_declared
 from espalier_format.conformance.attempt import attempt, attempt_folder
 from espalier_format.conformance.bank_cases import BankCase, bank_cases
 from espalier_format.conformance.bench import Bench
@@ -22,7 +23,7 @@ from espalier_format.conformance.module_case import DTYPES, ModuleCase
 from espalier_format.conformance.modules import weight_modules
 from espalier_format.conformance.outcome import CaseResult, Kind, Mismatch
 from espalier_format.conformance.products import ProductCase, product_cases
-from espalier_format.conformance.refusals import Reader, RefusalCase, refusal_cases
+from espalier_format.conformance.refusals import Reader, RefusalCase, load_refusals, refusal_cases
 from espalier_format.errors import UsageError
 
 Decoder = Callable[..., Any]
@@ -105,6 +106,10 @@ def _load_cases(options: Options) -> Iterator[Case]:
             for dtype in options.dtypes:
                 check = partial(_check_load, checkpoint, name, module, dtype, options.exact)
                 yield Case(f"load/{checkpoint.name}/{name}/{dtype}", "load", check)
+    for refusal, name in load_refusals():
+        for dtype in options.dtypes:
+            check = partial(_check_load_refused, refusal, name, dtype)
+            yield Case(f"load/refused/{refusal.name}/{dtype}", "load", check)
 
 
 def _matmul_cases(options: Options) -> Iterator[Case]:
@@ -177,7 +182,10 @@ def _check_weights(
         )
     )
     if dtype in module.refused:
-        return done.refusal_of(module.refused[dtype])
+        refused = done.refusal_of(module.refused[dtype])
+        if refused is None or not is_declared(decoder):
+            return refused
+        return done.failure() or comparison.compare_unchecked(done.result, module, dtype)
     return done.failure() or comparison.compare_weight(done.result, module, dtype, exact=exact)
 
 
@@ -193,7 +201,18 @@ def _check_load(
     folder = _valid_folder(checkpoint, bench)
     carrier = bench.carrier
     done = attempt(lambda: carrier.take(decoder(str(folder), name, carrier.dtype(dtype))))
+    if dtype in module.refused:
+        return done.refusal_of(module.refused[dtype])
     return done.failure() or comparison.compare_weight(done.result, module, dtype, exact=exact)
+
+
+def _check_load_refused(
+    refusal: RefusalCase, module: str, dtype: OutputDtype, decoder: Decoder, bench: Bench
+) -> Mismatch | None:
+    folder = bench.folder(f"refused/{refusal.name}", refusal.files)
+    carrier = bench.carrier
+    done = attempt(lambda: carrier.take(decoder(str(folder), module, carrier.dtype(dtype))))
+    return done.refusal_of(refusal.code)
 
 
 def _check_matmul(product: ProductCase, dtype: OutputDtype, decoder: Decoder, bench: Bench) -> Mismatch | None:

@@ -23,7 +23,7 @@ def fake_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the encoder, which needs no back end then: those are packages that the tests here do without."""
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     monkeypatch.setattr("espalier_format.quantize.measure.sample_errors", fake_sample_errors)
-    monkeypatch.setattr("espalier_format.quantize.prepare.load_backend", lambda name: None)
+    monkeypatch.setattr("espalier_format.quantize.prepare.load_backend", lambda name, codebook: None)
 
 
 @dataclass(frozen=True)

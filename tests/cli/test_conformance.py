@@ -106,7 +106,7 @@ def test_many_failures_are_cut_short(run: Run, own: Path) -> None:
     outcome = run("conformance", "--decoder", "kit_decoders:crash", "--kind", "matmul", "--dtype", "float32")
     lines = outcome.err.splitlines()
     assert len(lines) == 51
-    assert lines[-1] == "and 42 more; --json lists all"
+    assert lines[-1] == "and 46 more; --json lists all"
 
 
 def test_json_and_a_report(run: Run, own: Path) -> None:
@@ -119,8 +119,9 @@ def test_json_and_a_report(run: Run, own: Path) -> None:
     assert json.loads((own / "report.json").read_text("utf-8")) == document
     assert document["levels"] == {"1": "not tested", "2": "failed", "3": "not tested"}
     assert document["decoders"] == [
-        {"kind": "codes", "level": 2, "decoder": "kit_decoders:wrong", "passed": 0, "failed": 1}
-    ]
+        {"kind": "codes", "level": 2, "decoder": "kit_decoders:wrong", "passed": 0, "failed": 1,
+         "refuses_at_load": False},
+    ]  # fmt: skip
     assert (document["schema_version"], document["cases"], document["skipped"]) == (1, 1, 40)
     (failure,) = document["failures"]
     assert (failure["case"], failure["position"]) == ("codes/int6@4", [0, 0])
@@ -156,6 +157,19 @@ def test_torch_tensors(run: Run) -> None:
     outcome = run("conformance", "--decoder", adapter, "--device", "cpu", "--kind", "codes", "--only", "codes/int*")
     assert outcome.code == 0
     assert run("conformance", "--decoder", adapter, "--device", "nonsense", "--kind", "codes").code == 2
+
+
+def test_a_decoder_that_refuses_at_load(run: Run) -> None:
+    """The report says so, and shows nothing without the callable that does refuse."""
+    pytest.importorskip("torch")
+    adapter = "espalier_format.conformance.adapters.operators_adapter"
+    few = ("--device", "cpu", "--only", "*/edge/scale-nan/*", "--only", "load/refused/*")
+    outcome = run("conformance", "--decoder", adapter, "--kind", "weights", *few)
+    assert f"{adapter}:weights, refuses at load" in " ".join(outcome.out.split())
+    assert "not tested" in outcome.out.partition("weights")[0].splitlines()[-2]
+    both = run("conformance", "--decoder", f"weights={adapter}:weights", "--decoder", f"load={adapter}:load", *few)
+    assert both.code == 0
+    assert "level 2 decodes ok" in " ".join(both.out.split())
 
 
 @pytest.mark.parametrize(

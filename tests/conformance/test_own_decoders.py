@@ -35,8 +35,8 @@ def test_numpy_conforms_at_level_3_and_rounds_correctly() -> None:
         "verify": 168,
         "codes": 41,
         "weights": 588,
-        "load": 219,
-        "matmul": 272,
+        "load": 225,
+        "matmul": 284,
         "experts": 36,
     }
 
@@ -59,10 +59,24 @@ def operators() -> dict[Any, Any]:
 
 def test_operators_conform_on_the_cpu() -> None:
     chosen = operators()
-    assert set(chosen) == {"codes", "weights", "matmul", "experts"}
+    assert set(chosen) == {"codes", "weights", "load", "matmul", "experts"}
     report = run_conformance(chosen, device="cpu")
     assert messages(report) == []
     assert {report.verdict(level) for level in (2, 3)} == {"passed"}
+    assert [kind.kind for kind in report.kinds if kind.refuses_at_load] == ["weights"]
+
+
+def test_the_adapter_of_the_operators_gives_what_the_operator_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at no values: what the kit judges is the operator, and where that does not refuse, `load`."""
+    chosen = operators()
+    torch = pytest.importorskip("torch")
+    bad = [torch.full((2, 3), value) for value in (torch.inf, torch.nan)]
+    given = torch.ones(32, dtype=torch.float16) * torch.nan
+    for weight in bad:
+        monkeypatch.setattr(
+            torch.ops.espalier_format, "decode_weight", lambda *_arguments, weight=weight: weight, raising=False
+        )
+        assert chosen["weights"](given, given, given, "e2m1@2", 0, 0, 3, 2, torch.float16) is weight
 
 
 @pytest.mark.gpu
@@ -83,7 +97,7 @@ def test_cuda_conforms(adapter: str) -> None:
     chosen = {
         kind: decoder
         for kind, decoder in decoders(adapter).items()
-        if kind in ("codes", "weights", "matmul", "experts")
+        if kind in ("codes", "weights", "load", "matmul", "experts")
     }
     report = run_conformance(chosen, device="cuda")
     assert messages(report) == []

@@ -56,6 +56,25 @@ def test_what_a_report_says(
     assert document["conforms"] == (exit_code == 0)
 
 
+@pytest.mark.parametrize(
+    ("load", "verdict"), [(None, "not tested"), ((2, 0), "passed"), ((1, 1), "failed"), ((0, 0), "not tested")]
+)
+def test_what_is_left_to_loading_has_to_be_shown(load: tuple[int, int] | None, verdict: str) -> None:
+    kinds = [KindResult("open", "m:f", 1, 0), KindResult("weights", "m:f", 3, 0, refuses_at_load=True)]
+    if load is not None:
+        kinds.append(KindResult("load", "m:f", *load))
+    results = tuple(
+        CaseResult(f"{kind.kind}/{number}", kind.kind, None if number < kind.passed else Mismatch("wrong"))
+        for kind in kinds
+        for number in range(kind.passed + kind.failed)
+    )
+    report = ConformanceReport(results, tuple(kinds), 0, 2)
+    assert report.verdict(2) == verdict
+    assert report.exit_code == (verdict != "passed")
+    decoders: Any = report.to_json()["decoders"]
+    assert [decoder["refuses_at_load"] for decoder in decoders] == [False, True, False][: len(kinds)]
+
+
 def test_a_run_of_several_kinds() -> None:
     decoders, names = load_decoders([ADAPTER])
     report = run_conformance(decoders, options=FEW, names=names)
@@ -63,7 +82,7 @@ def test_a_run_of_several_kinds() -> None:
     assert {kind.kind: kind.passed for kind in report.kinds} == {
         "open": 4, "verify": 0, "codes": 3, "weights": 3, "load": 3, "matmul": 12, "experts": 0,
     }  # fmt: skip
-    assert report.skipped == 1470 - 42 - len(report.results)  # 42 are for readers of EXL3
+    assert report.skipped == 1488 - 42 - len(report.results)  # 42 are for readers of EXL3
     assert report.kinds[2].decoder == f"{ADAPTER}:codes"
     assert report.to_json()["failures"] == []
 

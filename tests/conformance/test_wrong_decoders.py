@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ import pytest
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.codec.codebook import get_codebook
 from espalier_format.codec.rotation import padded
-from espalier_format.conformance import Options, run_conformance
+from espalier_format.conformance import Options, refuses_at_load, run_conformance
 from espalier_format.conformance.adapters import numpy_adapter
 from espalier_format.conformance.outcome import Kind, Mismatch
 from espalier_format.conformance.refusals import refusal_cases
-from espalier_format.errors import ScaleOverflowError
+from espalier_format.errors import EspalierError, ScaleOverflowError
 from espalier_format.kernels import reference
 
 Decoder = Callable[..., Any]
@@ -263,6 +264,74 @@ def test_scales_that_must_be_refused() -> None:
     assert passes("weights", numpy_adapter.weights, "weights/edge/overflow-float16/bfloat16")
 
 
+UNCHECKED = {
+    "edge/overflow-float16": "float16",
+    "edge/scale-nan": "float32",
+    "edge/scale-infinite-in-the-padding": "bfloat16",
+}
+
+
+def unchecked(change: Callable[[np.ndarray], np.ndarray] = lambda weight: weight) -> Decoder:
+    """A decoder that does not look at values, as one on a GPU, and says so."""
+
+    def decode(trellis: Any, suh: Any, svh: Any, *rest: Any) -> np.ndarray:
+        finite = (np.where(np.isfinite(side), side, np.float16(0)) for side in (suh, svh))
+        with np.errstate(over="ignore"):
+            weight = np.array(numpy_adapter.weights(trellis, *finite, *rest[:-1], "float32"))
+            weight[:, ~np.isfinite(suh[: rest[3]])] = np.nan
+            weight[~np.isfinite(svh[: rest[4]])] = -np.inf
+            weight = change(weight)
+            if rest[-1] == "bfloat16":
+                return np.asarray(numpy_adapter._bfloat16(weight))
+            return weight.astype(rest[-1])
+
+    return refuses_at_load(decode)
+
+
+@pytest.mark.parametrize("label", UNCHECKED)
+def test_a_decoder_that_leaves_refusing_to_loading(label: str) -> None:
+    case = f"weights/{label}/{UNCHECKED[label]}"
+    assert passes("weights", unchecked(), case)
+    assert passes("weights", refuses_at_load(partial(numpy_adapter.weights)), case)  # it may refuse all the same
+    undeclared = unchecked()
+    undeclared.refuses_at_load = False  # type: ignore[attr-defined]
+    assert "accepted, but must be refused" in only_failure("weights", undeclared, case).message
+    wrong = only_failure("weights", unchecked(lambda weight: weight * np.float32(1.25)), case)
+    assert "at most" in wrong.message
+    assert "the result has shape" in only_failure("weights", unchecked(lambda weight: weight[1:]), case).message
+    crash = refuses_at_load(lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in only_failure("weights", crash, case).message
+
+
+@pytest.mark.parametrize(
+    ("label", "change"),
+    [
+        ("edge/overflow-float16", lambda weight: np.clip(weight, -65504, 65504)),
+        ("edge/scale-nan", np.nan_to_num),
+    ],
+)
+def test_a_finite_number_hides_a_bad_scale(label: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    mismatch = only_failure("weights", unchecked(change), f"weights/{label}/{UNCHECKED[label]}")
+    assert "which hides that its scale is bad" in mismatch.message
+    assert mismatch.expected == "an infinity or a NaN"
+
+
+def test_a_loader_that_refuses_nothing() -> None:
+    def careless(folder: str, module: str, dtype: Any) -> np.ndarray:
+        try:
+            return numpy_adapter.load(folder, module, dtype)
+        except EspalierError:
+            return np.full((30, 20) if "e_proj" in module else (128, 128), np.inf, dtype)
+
+    for case, code in (
+        ("load/refused/scale-nan/float32", "non-finite-scale"),
+        ("load/exl3-codebooks/layers.0.e_proj/float16", "scale-overflow"),
+    ):
+        assert only_failure("load", careless, case).message == f"accepted, but must be refused with {code}"
+        assert passes("load", numpy_adapter.load, case)
+    assert passes("load", careless, "load/exl3-codebooks/layers.0.e_proj/float32")
+
+
 def test_numbers_in_the_padding_are_ignored() -> None:
     """Scales there do not matter, codes do: a decoder that scales before it crops and sums is not caught otherwise."""
 
@@ -328,7 +397,29 @@ def test_a_product_that_scales_its_inputs_in_float16() -> None:
     report = run_conformance(
         {"matmul": unscaled}, options=Options(only=("matmul/edge/steep-scales*",), dtypes=("float16",))
     )
-    assert len(report.failures) == len(report.results) == 2
+    assert len(report.failures) == len(report.results) == 4
+
+
+def test_a_product_that_decodes_many_rows_first_in_float16() -> None:
+    """Weights rounded to float16, float32 sums: right at more than 64 rows, and wrong there if scales come later."""
+
+    def decoded(x: np.ndarray, t: Any, suh: Any, svh: Any, bias: Any, *rest: Any, apart: bool) -> np.ndarray:
+        if len(x) <= 64:
+            return numpy_adapter.matmul(x, t, suh, svh, bias, *rest)
+        with np.errstate(over="ignore", invalid="ignore"):
+            last = np.ones_like(svh) if apart else svh
+            weight = np.asarray(numpy_adapter.weights(t, suh, last, *rest, "float32").astype(np.float16))
+            product = x.astype(np.float32) @ weight.astype(np.float32).T
+            product *= svh[: product.shape[1]] if apart else np.float32(1)
+            return (product + (0 if bias is None else bias.astype(np.float32))).astype(x.dtype)
+
+    options = Options(only=("matmul/edge/*",), dtypes=("float16",))
+    report = run_conformance({"matmul": partial(decoded, apart=False)}, options=options)
+    assert not report.failures
+    report = run_conformance({"matmul": partial(decoded, apart=True)}, options=options)
+    assert {result.case for result in report.failures} >= {
+        "matmul/edge/steep-scales-bias/float16", "matmul/edge/steep-scales-rotated/float16",
+    }  # fmt: skip
 
 
 def test_a_reader_that_does_not_compare_the_header_with_the_file() -> None:

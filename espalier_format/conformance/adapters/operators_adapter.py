@@ -1,15 +1,23 @@
-"""The torch operators of the package: on a CUDA device its own kernels."""
+"""The torch operators of the package: on a CUDA device its own kernels.
+
+There they look at no values, as that would wait for the device: what a module's scales must be is checked when the
+module is loaded, here by `load`, as the package's runtimes do, with `espalier_format.kernels.load_checks`. So `weights`
+is declared `refuses_at_load`, and adds nothing to the operator. On a CPU the operator refuses itself.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from espalier_format.checkpoint import open_checkpoint
 from espalier_format.conformance.adapters.banks import load_bank
-from espalier_format.errors import NonFiniteScaleError, ScaleOverflowError
+from espalier_format.conformance.at_load import refuses_at_load
 from espalier_format.kernels import ops  # noqa: F401 - registers the operators
 from espalier_format.kernels.expert_bank import expert_bank
+from espalier_format.kernels.linear import LinearOperand
+from espalier_format.kernels.load_checks import check_scales
 
-__all__ = ["codes", "experts", "matmul", "weights"]
+__all__ = ["codes", "experts", "load", "matmul", "weights"]
 
 
 def codes(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
@@ -18,6 +26,7 @@ def codes(trellis: torch.Tensor, codebook: str) -> torch.Tensor:
     return result
 
 
+@refuses_at_load
 def weights(
     trellis: torch.Tensor,
     suh: torch.Tensor,
@@ -29,20 +38,29 @@ def weights(
     out_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the weight, (out_features, in_features).
-
-    The operator does not look at values, as that would wait for the device: whoever loads a module checks its scales,
-    and whoever wants float16 looks for infinities. Here it is this function.
-    """
-    for name, scales in (("suh", suh), ("svh", svh)):
-        if not bool(torch.isfinite(scales).all()):
-            raise NonFiniteScaleError(f"{name} holds an infinity or a NaN")
+    """Return the weight, (out_features, in_features): the operator, and nothing else."""
     weight: torch.Tensor = torch.ops.espalier_format.decode_weight(
         trellis, suh, svh, codebook, rotation_in, rotation_out, in_features, out_features, dtype
     )
-    if bool(torch.isinf(weight).any()):
-        raise ScaleOverflowError(f"a weight is too large for {dtype}")
     return weight
+
+
+def load(folder: str, module: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of a module of a checkpoint, on a CUDA device if there is one: checked, and then decoded."""
+    with open_checkpoint(folder) as checkpoint:
+        stored = checkpoint.modules[module]
+        arrays = (checkpoint.tensor(tensor.name) for tensor in (stored.trellis, stored.suh, stored.svh))
+        trellis, suh, svh = (torch.from_numpy(array.copy()) for array in arrays)
+        operand = LinearOperand(
+            trellis, suh, svh, stored.codebook, stored.rotation.in_, stored.rotation.out, stored.in_features,
+            stored.out_features,
+        )  # fmt: skip
+    check_scales(operand, dtype, module)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return weights(
+        trellis.to(device), suh.to(device), svh.to(device), stored.codebook.name, operand.rotation_in,
+        operand.rotation_out, operand.in_features, operand.out_features, dtype,
+    )  # fmt: skip
 
 
 def matmul(

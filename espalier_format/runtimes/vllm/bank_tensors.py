@@ -10,9 +10,10 @@ from typing import Final
 import torch
 from vllm.model_executor.utils import set_weight_attrs
 
-from espalier_format.errors import DtypeError, MissingTensorError, NonFiniteScaleError, ShapeError, UsageError
+from espalier_format.errors import DtypeError, MissingTensorError, ShapeError, UsageError
 from espalier_format.kernels.expert_bank import ExpertBankOperand
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS, ExpertBankLayout, ProjectionLayout
+from espalier_format.kernels.load_checks import check_bank_scales
 from espalier_format.runtimes.tensor_parallel import FeatureRange, ModuleSlice, slice_module
 from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_parts import TrueSizes, true_sizes
@@ -90,7 +91,8 @@ def has_plain(bank: ExpertBank) -> bool:
 class BankTensors:
     """The packed bank of a layer.
 
-    ``experts`` are those of the rank, in the order that the rank numbers them. ``dtype`` is that of plain experts.
+    ``experts`` are those of the rank, in the order that the rank numbers them. ``dtype`` is that of plain experts and
+    of inputs.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class BankTensors:
             for role, layout in self._layout.projections.items()
             for place in layout.plain_experts()
         }
+        self._dtype = dtype
         self._loaded: set[tuple[str, int, str]] = set()
         self._expected = loads_from_checkpoint()
         if self._expected:
@@ -168,12 +171,13 @@ class BankTensors:
         Raises:
             MissingTensorError: names a tensor that was not loaded.
             NonFiniteScaleError: a scale is infinite or NaN.
+            ScaleOverflowError: a quantized weight is too large for the dtype of inputs.
         """
+        operand = ExpertBankOperand(self._layout, **self._buffers, plain=self._plain)
         if self._expected:
             self._check_loaded()
-            if not bool(torch.isfinite(self._buffers["scales"]).all()):
-                raise NonFiniteScaleError(f"esp_suh or esp_svh in {self._bank} holds an infinity or a NaN")
-        return ExpertBankOperand(self._layout, **self._buffers, plain=self._plain)
+            check_bank_scales(operand, self._dtype, self._bank)
+        return operand
 
     def _spoil_scales(self) -> None:
         """Make all scales NaN that are to be loaded: zeros would make an expert that was not loaded vanish quietly."""

@@ -73,7 +73,7 @@ class EspalierExpertMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that everything was loaded, and make the operand.
 
-        Raises MissingTensorError, NonFiniteScaleError, and what `FolderCheck` finds.
+        Raises MissingTensorError, NonFiniteScaleError, ScaleOverflowError, and what `FolderCheck` finds.
         """
         self._folder.after_loading()
         layer.espalier_bank = layer.espalier.operand()

@@ -18,11 +18,11 @@ from espalier_format.codec.tile import TILE
 from espalier_format.errors import (
     DtypeError,
     MissingTensorError,
-    NonFiniteScaleError,
     ShapeError,
     UnexpectedTensorError,
 )
 from espalier_format.kernels.linear import LinearOperand
+from espalier_format.kernels.load_checks import check_scales
 from espalier_format.runtimes.tensor_parallel import ModuleSlice
 from espalier_format.runtimes.vllm.host_options import loads_from_checkpoint
 from espalier_format.runtimes.vllm.layer_parts import LayerPart, LayerShape, output_ranges, part_of_shard
@@ -47,9 +47,11 @@ class LayerTensors:
         self._loaded: set[tuple[int, str]] = set()
         self._expected = loads_from_checkpoint()
         self._starts: dict[str, list[int]] = {}
+        self._dtype = torch.float32
 
     def register(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Add the parameters to the layer, on torch's default device; ``dtype`` is that of plain weights."""
+        """Add the parameters to the layer, on torch's default device; ``dtype`` is that of plain weights and inputs."""
+        self._dtype = dtype
         for kind in KINDS:
             sizes = [math.prod(self._rank_shape(part, kind)) for part in self.parts]
             places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -92,11 +94,14 @@ class LayerTensors:
         self._loaded.add((place, kind))
 
     def check_loaded(self, layer: torch.nn.Module) -> None:
-        """Raise unless every tensor was loaded and every scale is finite; remove the place for copies from the layer.
+        """Raise unless every tensor was loaded, and has the values that operators, which do not look, may be given.
+
+        Removes the place for copies from the layer.
 
         Raises:
             MissingTensorError: names the tensor that the checkpoint lacks.
             NonFiniteScaleError: a scale is infinite or NaN.
+            ScaleOverflowError: a weight is too large for the layer's dtype.
         """
         empty = getattr(layer, "weight", None)
         if empty is not None and not empty.numel():
@@ -109,9 +114,7 @@ class LayerTensors:
                     raise MissingTensorError("vLLM has not found this tensor", tensor=f"{part.name}.{kind}")
         for operand, part in zip(self.operands(layer), self.parts, strict=True):
             if isinstance(operand, LinearOperand):
-                for kind, scales in (("esp_suh", operand.suh), ("esp_svh", operand.svh)):
-                    if not bool(torch.isfinite(scales).all()):
-                        raise NonFiniteScaleError("holds an infinity or a NaN", tensor=f"{part.name}.{kind}")
+                check_scales(operand, self._dtype, part.name)
 
     def operands(self, layer: torch.nn.Module) -> tuple[LinearOperand | torch.Tensor, ...]:
         """Return what to multiply with, part by part: an operand, or a plain weight (out_features, in_features)."""

@@ -58,8 +58,8 @@ class EspalierLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that everything was loaded, and make the operands.
 
-        Raises MissingTensorError, UnexpectedTensorError (a bias that the model does not use), NonFiniteScaleError, and
-        what `FolderCheck` finds.
+        Raises MissingTensorError, UnexpectedTensorError (a bias that the model does not use), NonFiniteScaleError,
+        ScaleOverflowError, and what `FolderCheck` finds.
         """
         LOADED_NAMES.warn_unless_compared(layer)
         biases = self._folder.after_loading()

@@ -15,6 +15,7 @@ from espalier_format.errors import (
     DtypeError,
     MissingTensorError,
     NonFiniteScaleError,
+    ScaleOverflowError,
     ShapeError,
     UnexpectedTensorError,
 )
@@ -228,6 +229,21 @@ def test_a_scale_that_is_not_finite(layer: tuple[Any, Any, Draft]) -> None:
         tensors.check_loaded(made)
 
 
+def test_a_weight_that_overflows(layer: tuple[Any, Any, Draft]) -> None:
+    """In the dtype of the layer: operators on a GPU do not look at values."""
+    import torch
+
+    tensors, made, draft = layer
+    for _, call in _calls(draft, made, torch.zeros(32, 96)):
+        call()
+    operand = tensors.operands(made)[1]
+    operand.suh[:], operand.svh[:] = 600, 600
+    tensors.check_loaded(made)
+    tensors._dtype = torch.float16
+    with pytest.raises(ScaleOverflowError, match="k_proj"):
+        tensors.check_loaded(made)
+
+
 @pytest.fixture
 def bank() -> tuple[Any, Any, Draft]:
     """Experts 2 and 0 of three, on the second of two ranks; expert 0's projections are plain."""
@@ -337,6 +353,22 @@ def test_an_expert_that_was_not_loaded_is_not_zero(bank: tuple[Any, Any, Draft])
     _, suh, svh = tensors._layout.views(tensors._buffers, "down_proj", 0)
     assert bool(svh.isnan().all())
     assert bool(suh.isfinite().all())
+
+
+def test_scales_of_an_expert_that_are_refused(bank: tuple[Any, Any, Draft]) -> None:
+    import torch
+
+    tensors, made, draft = bank
+    _load_bank(made, draft)
+    _, suh, svh = tensors._layout.views(tensors._buffers, "down_proj", 0)
+    suh[:], svh[:] = 600, 600
+    tensors.operand()
+    tensors._dtype = torch.float16
+    with pytest.raises(ScaleOverflowError, match=f"down_proj of expert 0 of {BANK}"):
+        tensors.operand()
+    svh[3] = torch.nan
+    with pytest.raises(NonFiniteScaleError, match=BANK):
+        tensors.operand()
 
 
 def test_no_expert_is_not_the_last_one() -> None:
