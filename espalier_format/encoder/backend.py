@@ -10,6 +10,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from espalier_format.codec.codebook import CODEBOOKS, Codebook
 from espalier_format.encoder.branch_cost import BranchCost
 from espalier_format.encoder.effort import Effort
 from espalier_format.errors import DependencyError, UsageError
@@ -61,43 +62,43 @@ def _cuda() -> Backend:
 
 
 _LOADERS: Final[dict[str, Callable[[], Backend]]] = {"numpy": _numpy, "numba": _numba, "cuda": _cuda}
+"""Each imports its back end, and raises DependencyError where it cannot run."""
 
 
-def register_backend(name: str, load: Callable[[], Backend]) -> None:
-    """Add a back end under a new name: ``load`` imports it and raises DependencyError where it cannot run.
+def load_backend(name: str, codebook: Codebook | None = None) -> Backend:
+    """Return a back end for a codebook; "auto" is the fastest that works here: on a GPU, else compiled for the CPU.
 
-    Raises UsageError when the name is taken.
-    """
-    if name in _LOADERS or name == "auto":
-        raise UsageError("an encoder back end of this name exists", got=name)
-    _LOADERS[name] = load
-
-
-def backend_names() -> tuple[str, ...]:
-    """Return the names that `load_backend` takes besides "auto"."""
-    return tuple(_LOADERS)
-
-
-def load_backend(name: str) -> Backend:
-    """Return a back end; "auto" is the fastest that works here: on a GPU, else compiled for the CPU.
-
-    "auto" takes a GPU only if every width can run on it, and never numpy, which takes hours for what the others do in
-    a minute: that one has to be asked for. Raises UsageError for an unknown name and DependencyError when a package
-    or device is missing.
+    Without a ``codebook`` it is one for all of them: a GPU may have too little shared memory for some. "auto" is never
+    numpy, which takes hours for what the others do in a minute: that one has to be asked for. Raises UsageError for an
+    unknown name and for "cuda" on a GPU that cannot encode the codebook, DependencyError when a package or device is
+    missing.
     """
     if name == "auto":
-        if _has_able_gpu():
-            name = "cuda"
-        elif find_spec("numba") is not None:
-            name = "numba"
-        else:
-            raise DependencyError(
-                "encoding without a GPU needs numba, which the extra [cpu] brings: pip install numba; "
-                "the back end numpy needs nothing, and is hundreds of times slower"
-            )
+        name = _fastest(codebook)
+    elif name == "cuda":
+        loaded = _cuda()
+        _refuse_small_gpu(codebook)
+        return loaded
     if name not in _LOADERS:
         raise UsageError("unknown encoder back end", expected=["auto", *_LOADERS], got=name)
     return _LOADERS[name]()
+
+
+def _fastest(codebook: Codebook | None) -> str:
+    reason = "encoding without a GPU needs numba"
+    if _has_able_gpu():
+        try:
+            _refuse_small_gpu(codebook)
+        except UsageError as error:
+            reason = f"{error.message}; that needs numba"
+        else:
+            return "cuda"
+    if find_spec("numba") is not None:
+        return "numba"
+    raise DependencyError(
+        f"{reason}, which the extra [cpu] brings: pip install numba; "
+        "the back end numpy needs nothing, and is hundreds of times slower"
+    )
 
 
 def _has_able_gpu() -> bool:
@@ -109,9 +110,14 @@ def _has_able_gpu() -> bool:
         _cuda()
     except DependencyError:
         return False
+    return True
+
+
+def _refuse_small_gpu(codebook: Codebook | None) -> None:
+    """Raise UsageError unless torch's current device can encode a codebook, or all where it is None."""
     import torch  # noqa: PLC0415 - as above
 
-    from espalier_format.kernels.cuda.viterbi import LARGEST_SHARED_BYTES  # noqa: PLC0415 - as above
+    from espalier_format.kernels.cuda.viterbi import form_on  # noqa: PLC0415 - as above
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= LARGEST_SHARED_BYTES)
+    for each in CODEBOOKS.values() if codebook is None else (codebook,):
+        form_on(each, torch.cuda.current_device())

@@ -61,10 +61,11 @@ def encode_tiles(
     ``effort`` is `effort.FAST`, `effort.EXACT` or `effort.THOROUGH`, which take 1, 4/3 and 2 times as long; more passes
     gain next to nothing.
 
-    ``backend`` is "auto", "cuda", "numba", "numpy" or the name of a registered one (`backend.register_backend`).
-    Raises ShapeError and DtypeError; UsageError for an unknown back end, targets that are not finite or a scale
-    that is not positive (neither may be beyond 10^30 or, the scale, below 10^-30); and DependencyError for a back
-    end whose package is missing: also for "auto" without a GPU and numba.
+    ``backend`` is "auto", "cuda", "numba" or "numpy".
+    Raises ShapeError and DtypeError; UsageError for an unknown back end, "cuda" on a GPU that is too small for the
+    codebook, targets that are not finite or a scale that is not positive (neither may be beyond 10^30 or, the scale,
+    below 10^-30); and DependencyError for a back end whose package is missing: also for "auto" without numba where no
+    GPU can encode the codebook.
     """
     if targets.ndim != 2 or targets.shape[1] != RING:
         raise ShapeError("targets must be rings", expected=f"(n, {RING})", got=targets.shape)
@@ -79,7 +80,7 @@ def encode_tiles(
     if threads < 1:
         raise UsageError("threads must be at least 1", got=threads)
     cost = branch_cost(codebook)
-    states = load_backend(backend)(cost.fixed_point(targets, scale), cost, effort, threads)
+    states = load_backend(backend, codebook)(cost.fixed_point(targets, scale), cost, effort, threads)
     residual = targets.astype(np.float64) - _values(states, codebook, scale)
     return EncodedTiles(states, codebook, scale, np.square(residual).sum(axis=1))
 

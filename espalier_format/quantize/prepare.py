@@ -99,7 +99,8 @@ def prepare(
 
     Raises:
         SourceError: a single file, a source that is quantized in another way, or a weight of another dtype.
-        UsageError: a pattern that matches nothing, a budget that cannot be met, or options that EXL3 cannot follow.
+        UsageError: a pattern that matches nothing, a budget that cannot be met, options that EXL3 cannot follow, or a
+            GPU, asked for by name, that is too small for a codebook.
         DependencyError: the back end needs a package that is missing.
         PathError: with a folder of Hessians, a module whose name leads out of it.
         EspalierError: as `has_hessian`, `take_inventory`, `make_plan`, `make_pools` and `config_document`.
@@ -130,7 +131,9 @@ def prepare(
         (*kept_warnings, *warnings, *_hessian_warnings(plan, options.hessians)),
     )
     _try_out(source, preparation, options)
-    load_backend(options.backend)  # last: what is wrong with the source or the options is told without it too
+    # Last: what is wrong with the source or the options is told without it too.
+    for codebook in {codebook: None for module in plan.modules for codebook in module.candidates}:
+        load_backend(options.backend, codebook)
     return preparation
 
 

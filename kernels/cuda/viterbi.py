@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
-from espalier_format.codec.codebook import CODEBOOKS, STATES
+from espalier_format.codec.codebook import CODEBOOKS, STATES, Codebook
 from espalier_format.codec.tile import RING
 from espalier_format.encoder.branch_cost import BranchCost, branch_cost
 from espalier_format.encoder.effort import Effort
 from espalier_format.errors import DtypeError, ShapeError, UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
-from espalier_format.kernels.cuda.loading import load_kernel
+from espalier_format.kernels.cuda.loading import architecture, load_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 TABLE, FLOAT, WIDE = 0, 1, 2
 """How the kernel finds branch costs; ``viterbi.cu`` says more."""
-
-LARGEST_SHARED_BYTES: Final = 220 << 10
-"""Shared memory of a block that is enough for every width: what compute capabilities 9.0 and 10.0 have."""
 
 _SEARCHERS: Final = 512
 _WARP: Final = 32
@@ -42,7 +39,7 @@ _SPACING: Final = {1: 8, 2: 4, 3: 2, 4: 2}
 
 @dataclass(frozen=True, slots=True)
 class SearchForm:
-    """A specialisation of ``viterbi.cu``: what follows from the branch costs alone."""
+    """A specialisation of ``viterbi.cu`` for the branch costs of a codebook. All find the same states."""
 
     even_bits: int
     odd_bits: int
@@ -57,18 +54,20 @@ class SearchForm:
     """Steps between checkpoints."""
 
     @classmethod
-    def of(cls, cost: BranchCost) -> SearchForm:
-        """Choose the form for a codebook's branch costs."""
+    def all_of(cls, cost: BranchCost) -> tuple[SearchForm, ...]:
+        """List the forms for a codebook's branch costs: the fastest first, and each takes less memory than the last."""
         even_bits, odd_bits = int(cost.bits[0]), int(cost.bits[1])
         levels = len(np.unique(cost.codes))
         spacing = _SPACING.get(max(even_bits, odd_bits), 1)
         if cost.wide:
-            return cls(even_bits, odd_bits, WIDE, 0, 1, False, spacing)
+            return (cls(even_bits, odd_bits, WIDE, 0, 1, False, spacing),)
+        computed = cls(even_bits, odd_bits, FLOAT, 0, 2, False, spacing)
         if levels > _MOST_LEVELS:
-            return cls(even_bits, odd_bits, FLOAT, 0, 2, False, spacing)
+            return (computed,)
         two_steps = even_bits == odd_bits == 2 and levels <= _LEVELS_OF_TWO_STEPS
         rings = 4 if even_bits + odd_bits > 4 else 2
-        return cls(even_bits, odd_bits, TABLE, levels, rings, two_steps, spacing)
+        fastest = cls(even_bits, odd_bits, TABLE, levels, rings, two_steps, spacing)
+        return tuple(dict.fromkeys((fastest, replace(fastest, rings=2, two_steps=False), computed)))
 
     @property
     def macros(self) -> Mapping[str, int | str]:
@@ -118,10 +117,43 @@ class SearchForm:
         return _SETS * (RING // self.spacing - 1) * groups * self.words
 
 
-def variants() -> Iterator[Variant]:
-    """List how the kernel is compiled: every form that a codebook needs."""
-    forms = dict.fromkeys(SearchForm.of(branch_cost(codebook)) for codebook in CODEBOOKS.values())
+@cache
+def search_forms(codebook: Codebook) -> tuple[SearchForm, ...]:
+    """List the forms of a codebook, see `SearchForm.all_of`."""
+    return SearchForm.all_of(branch_cost(codebook))
+
+
+def form_within(codebook: Codebook, shared_bytes: int, device: object) -> SearchForm:
+    """Return the fastest form of a codebook whose blocks take no more than ``shared_bytes`` of shared memory.
+
+    Raises UsageError where there is none: it names ``device``, what is needed, and what to do.
+    """
+    forms = search_forms(codebook)
     for form in forms:
+        if form.shared_bytes <= shared_bytes:
+            return form
+    raise UsageError(
+        f"{device} has too little shared memory to encode {codebook.name}: "
+        "encode it on the CPU, with the back end numba (--backend numba)",
+        expected=f"{forms[-1].shared_bytes:,} bytes for each block",
+        got=f"{shared_bytes:,}",
+    )
+
+
+def form_on(codebook: Codebook, device: int) -> SearchForm:
+    """Return the form in which a CUDA device encodes a codebook. Compiles nothing.
+
+    Raises UsageError for a device that is too old, or has too little shared memory for every form.
+    """
+    architecture(device)
+    properties = torch.cuda.get_device_properties(device)
+    # What a block may ask for beyond the default is missing from torch's own annotations.
+    return form_within(codebook, int(getattr(properties, "shared_memory_per_block_optin")), f"cuda:{device}")  # noqa: B009
+
+
+def variants() -> Iterator[Variant]:
+    """List how the kernel is compiled: every form of every codebook."""
+    for form in dict.fromkeys(form for codebook in CODEBOOKS.values() for form in search_forms(codebook)):
         yield Variant("viterbi", ("viterbi",), form.macros)
 
 
@@ -146,8 +178,9 @@ def search_on_device(targets: torch.Tensor, cost: BranchCost, effort: Effort) ->
     ``targets`` is int16 (n, 256), contiguous, within the range of `BranchCost.fixed_point`; the result has the same
     shape and dtype and holds the 16 bits of every state. The states are those of `numpy_backend`.
 
-    Raises DtypeError, ShapeError, UsageError for another device than CUDA, or one that is too old or has too little
-    shared memory for the width, and DependencyError without cuda-core. Values are not looked at.
+    The form is the fastest that the device has the shared memory for. Raises DtypeError, ShapeError, UsageError for
+    another device than CUDA, or one that is too old or has too little shared memory for every form of the codebook, and
+    DependencyError without cuda-core. Values are not looked at.
     """
     _check(targets)
     states = torch.empty_like(targets)
@@ -155,7 +188,8 @@ def search_on_device(targets: torch.Tensor, cost: BranchCost, effort: Effort) ->
     if not rings:
         return states
     device = targets.get_device()
-    form, kernel, codes, levels, level_codes = _prepared(cost, device)
+    form = form_on(cost.codebook, device)
+    kernel, codes, levels, level_codes = _prepared(cost, form, device)
     blocks = min(-(-rings // form.rings), torch.cuda.get_device_properties(device).multi_processor_count)
     checkpoints = torch.empty(blocks * form.checkpoint_words, dtype=torch.int32, device=targets.device)
     launch(
@@ -196,14 +230,14 @@ def _check(targets: torch.Tensor) -> None:
 # Without a limit, as for kernels: a captured graph holds addresses of these tables, so that none may ever be freed.
 # There are no more of them than codebooks, of at most 256 KiB on each device.
 @cache
-def _prepared(cost: BranchCost, device: int) -> tuple[SearchForm, Kernel, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _prepared(
+    cost: BranchCost, form: SearchForm, device: int
+) -> tuple[Kernel, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the kernel for branch costs, and their codes on the device: of all states, as levels, and of levels."""
-    form = SearchForm.of(cost)
     kernel = load_kernel("viterbi", "viterbi", form.macros, device)
     level_codes, levels = np.unique(cost.codes, return_inverse=True)
     place = torch.device("cuda", device)
     return (
-        form,
         kernel,
         torch.from_numpy(cost.codes.copy()).to(place),
         torch.from_numpy(levels.astype(np.uint8)).to(place),  # of use only where there are few

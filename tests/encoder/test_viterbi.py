@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -223,7 +224,7 @@ def test_other_bad_arguments_are_refused() -> None:
         from_rings(np.zeros((3, 256)), 32)
 
 
-def test_a_back_end_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_back_end_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, Effort, int]] = []
 
     def search(targets: np.ndarray[Any, Any], cost: Any, effort: Effort, threads: int) -> np.ndarray[Any, Any]:
@@ -231,16 +232,10 @@ def test_a_back_end_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
         assert targets.dtype == np.int16
         return np.zeros(targets.shape, np.uint16)
 
-    loaders: dict[str, Callable[[], Any]] = dict(backend._LOADERS)
-    monkeypatch.setattr(backend, "_LOADERS", loaders)
-    backend.register_backend("zeros", lambda: search)
-    assert "zeros" in backend.backend_names()
+    monkeypatch.setitem(backend._LOADERS, "zeros", lambda: search)
     encoded = encode_tiles(normal_rings(2), get_codebook("e2m1@2"), scale=0.44, backend="zeros", threads=5)
     assert seen == [(2, THOROUGH, 5)]
     assert not encoded.states.any()
-    for taken in ("numpy", "auto", "zeros"):
-        with pytest.raises(UsageError, match="exists"):
-            backend.register_backend(taken, lambda: search)
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,15 +267,60 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.load_backend("auto") is backend.load_backend("numba")
 
 
-@pytest.mark.parametrize(("shared_memory", "expected"), [(232448, "cuda"), (101376, "numba")])
-def test_auto_takes_a_gpu_that_is_able(shared_memory: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with less shared memory can search some widths, but has to be asked for by name."""
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, tuple[int, int]], None]:
+    """A function that makes torch see a GPU of so much shared memory a block, in KiB, and that compute capability."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("cuda.core")
-    monkeypatch.setattr(backend, "CDLL", lambda _: None)
+    loading = pytest.importorskip("espalier_format.kernels.cuda.loading")
+
+    def pretend(kibibytes: int, capability: tuple[int, int]) -> None:
+        properties = SimpleNamespace(shared_memory_per_block_optin=kibibytes << 10)
+        monkeypatch.setattr(backend, "CDLL", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr("espalier_format.kernels.cuda.viterbi.architecture", inspect.unwrap(loading.architecture))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("kibibytes", "capability", "codebook", "expected"),
+    [
+        (227, (9, 0), None, "cuda"),
+        (227, (9, 0), "e2m1@1", "cuda"),
+        (163, (8, 0), None, "numba"),
+        (163, (8, 0), "e2m1@1.5", "numba"),
+        (163, (8, 0), "e2m1@2", "cuda"),
+        (99, (8, 9), None, "numba"),
+        (99, (8, 9), "e2m1@2", "numba"),
+        (99, (8, 9), "int6@4", "cuda"),
+        (99, (12, 0), "int8@6", "numba"),
+        (96, (7, 0), "int6@4", "numba"),
+    ],
+)
+def test_auto_takes_a_gpu_that_can_encode_the_codebook(
+    kibibytes: int,
+    capability: tuple[int, int],
+    codebook: str | None,
+    expected: str,
+    gpu_of: Callable[[int, tuple[int, int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without one that can, and without numba, the error names both; asked for by name, the GPU says what it lacks."""
+    gpu_of(kibibytes, capability)
+    book = None if codebook is None else get_codebook(codebook)
     monkeypatch.setattr(backend, "find_spec", lambda name: name in ("torch", "numba") or None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert backend.load_backend("auto") is backend.load_backend(expected)
+    fitting = {"cuda": backend._cuda, "numba": backend._numba}[expected]()
+    assert backend.load_backend("auto", book) is fitting
+    if expected == "cuda":
+        assert backend.load_backend("cuda", book) is fitting
+        return
+    words = "too little shared memory to encode.*--backend numba" if capability >= (8, 0) else "too old"
+    with pytest.raises(UsageError, match=words):
+        backend.load_backend("cuda", book)
+    monkeypatch.setattr(backend, "find_spec", lambda name: name == "torch" or None)
+    with pytest.raises(DependencyError, match=words.replace(" to encode", "") + ".*pip install numba"):
+        backend.load_backend("auto", book)
