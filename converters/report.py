@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from espalier_format.read_only import ReadOnlyDict
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -32,6 +34,9 @@ class ConversionReport:
     warnings: tuple[str, ...] = ()
     decode_digests: Mapping[str, str] = field(default_factory=dict)
     resumed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decode_digests", ReadOnlyDict(self.decode_digests))
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object that ``espalier-format convert --json`` prints; keys are only ever added."""

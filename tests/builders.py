@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 MARKERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 INDEX = "model.safetensors.index.json"
@@ -472,6 +472,14 @@ def average_bits(modules: Sequence[Module], banks: Sequence[Bank]) -> tuple[floa
         return float((total[0] / total[1]).quantize(Decimal("0.000001"), ROUND_HALF_EVEN)) if total[1] else None
 
     return rounded(sums["decoder"]) or 0.0, rounded(sums["head"])
+
+
+def bits_of_modules(modules: Iterable[Any]) -> tuple[float, float | None]:
+    """The same of modules with a codebook, a rotation and sizes, such as those of an open checkpoint."""
+    return average_bits(
+        [Module(each.name, each.in_features, each.out_features, each.codebook.name, each.rotation) for each in modules],
+        (),
+    )
 
 
 def padded_sizes(module: Module) -> tuple[int, int]:

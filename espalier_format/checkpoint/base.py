@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from espalier_format.errors import MissingTensorError
+from espalier_format.read_only import ReadOnlyDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +37,9 @@ class ExpertBankView:
     num_experts: int
     projections: Mapping[str, tuple[str | None, ...]]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "projections", ReadOnlyDict(self.projections))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
@@ -47,7 +51,8 @@ class Checkpoint:
     no quantized module, in shard order; ``other_files`` the files that are no shard, index, config.json or
     manifest. ``warnings`` are lines for a person about what was found and does no harm. ``packed`` holds the
     quantized modules of a compressed-tensors checkpoint, which has no ``modules``: integers are no trellis.
-    ``missing`` names tensors that the index names and no shard holds; there are none in an Espalier checkpoint.
+    ``missing`` names tensors that the index names and no shard holds; there are none in an Espalier checkpoint. No
+    mapping can be changed; the values in ``config`` are as JSON gives them.
 
     Reading is lazy and memory-mapped; reading from several threads is safe, closing meanwhile is not. The
     files must not be changed while the checkpoint is open.
@@ -66,6 +71,12 @@ class Checkpoint:
     warnings: tuple[str, ...]
     packed: Mapping[str, PackedModule] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("config", "modules", "expert_banks", "packed"):
+            mapping = getattr(self, name)
+            if isinstance(mapping, dict):  # a LazyMapping stays one
+                object.__setattr__(self, name, ReadOnlyDict(mapping))
 
     @property
     def was_exl3(self) -> bool:

@@ -13,7 +13,6 @@ from espalier_format.codec.rotation import padded
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from espalier_format.checkpoint.module import QuantizedModule
     from espalier_format.schema.config import ModuleSpec
     from espalier_format.schema.expert_bank import ExpertBank, Projection
 
@@ -32,14 +31,6 @@ class AverageBits:
 def average_bits(modules: Mapping[str, ModuleSpec], expert_banks: Mapping[str, ExpertBank]) -> AverageBits:
     """Return what a config with these modules and banks must state: trellis bits with padding per true weight."""
     return _average(_of_config(modules, expert_banks))
-
-
-def average_bits_of(modules: Iterable[QuantizedModule]) -> AverageBits:
-    """Return the same figures for the modules of an open checkpoint of any format."""
-    return _average(
-        (module.name, module.codebook.half_steps * module.padded_in * module.padded_out, module.weights)
-        for module in modules
-    )
 
 
 def _of_config(

@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     out: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModule:
     """A quantized linear module: its sizes and where its tensors lie; nothing is read before ``scales``.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from espalier_format.read_only import ReadOnlyDict
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -97,6 +99,10 @@ class ExpertBankReport:
     component: str
     num_experts: int
     widths: Mapping[str, Mapping[str, int]]
+
+    def __post_init__(self) -> None:
+        widths = {projection: ReadOnlyDict(counts) for projection, counts in self.widths.items()}
+        object.__setattr__(self, "widths", ReadOnlyDict(widths))
 
     def to_json(self) -> dict[str, object]:
         """Return the entry of ``expert_banks`` in the report."""

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 Outcome = Literal["passed", "failed", "skipped"]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return how many there are, in words: ``1 module``, ``30,720 modules``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check: what it looked at in ``detail``, and everything it found wrong in ``findings``."""

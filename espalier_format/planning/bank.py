@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS, pack_trellises
@@ -18,16 +18,18 @@ class PlannedProjection:
     ``<bank>.<expert>.<name>.weight`` of shape (out_features, in_features), in a dtype that the config does not state.
 
     >>> from espalier_format.codec.codebook import get_codebook
+    >>> sizes = {"in_features": 32, "out_features": 64, "rotation_in": 32, "rotation_out": 32}
     >>> narrow, wide = (
-    ...     PlannedModule(f"experts.{number}.up_proj", get_codebook(name), 32, 64, 32, 32)
+    ...     PlannedModule(f"experts.{number}.up_proj", get_codebook(name), **sizes)
     ...     for number, name in ((0, "e2m1@1"), (2, "int5@3"))
     ... )
-    >>> up = PlannedProjection("up_proj", 32, 64, 32, 32, (narrow, None, wide))
+    >>> up = PlannedProjection("up_proj", **sizes, experts=(narrow, None, wide))
     >>> up.plain_experts, up.codebooks
     ((1,), ('e2m1@1', 'int5@3'))
     """
 
     name: str
+    _: KW_ONLY
     in_features: int
     out_features: int
     rotation_in: int
@@ -55,11 +57,12 @@ class PlannedBank:
     """All experts of one layer.
 
     >>> from espalier_format.codec.codebook import get_codebook
+    >>> sizes = {"in_features": 48, "out_features": 48, "rotation_in": 0, "rotation_out": 0}
     >>> narrow, wide = (
-    ...     PlannedModule(f"experts.{number}.up_proj", get_codebook(name), 48, 48, 0, 0)
+    ...     PlannedModule(f"experts.{number}.up_proj", get_codebook(name), **sizes)
     ...     for number, name in ((0, "e2m1@1"), (2, "int5@3"))
     ... )
-    >>> up = PlannedProjection("up_proj", 48, 48, 0, 0, (narrow, None, wide))
+    >>> up = PlannedProjection("up_proj", **sizes, experts=(narrow, None, wide))
     >>> bank = PlannedBank("experts", 3, {"up_proj": up})
     >>> bank.trellis_offsets["up_proj"], bank.trellis_halfwords
     ((0, -1, 192), 640)

@@ -104,11 +104,11 @@ def plan(config: str | Path | Mapping[str, Any] | QuantizationConfig) -> Plan:
         name: PlannedModule(
             name,
             get_codebook(spec.codebook),
-            spec.in_features,
-            spec.out_features,
-            spec.rotation.in_,
-            spec.rotation.out,
-            spec.size_source,
+            in_features=spec.in_features,
+            out_features=spec.out_features,
+            rotation_in=spec.rotation.in_,
+            rotation_out=spec.rotation.out,
+            size_source=spec.size_source,
         )
         for name, spec in checked.modules.items()
     }
@@ -123,14 +123,19 @@ def plan(config: str | Path | Mapping[str, Any] | QuantizationConfig) -> Plan:
 
 def _projection(bank: str, name: str, spec: Projection) -> PlannedProjection:
     codebooks = {codebook: get_codebook(codebook) for codebook in spec.codebooks}
-    inputs, outputs, rotation = spec.in_features, spec.out_features, (spec.rotation.in_, spec.rotation.out)
+    sizes = {
+        "in_features": spec.in_features,
+        "out_features": spec.out_features,
+        "rotation_in": spec.rotation.in_,
+        "rotation_out": spec.rotation.out,
+    }
     experts = tuple(
         None
         if codebook is None
-        else PlannedModule(f"{bank}.{number}.{name}", codebooks[codebook], inputs, outputs, *rotation, spec.size_source)
+        else PlannedModule(f"{bank}.{number}.{name}", codebooks[codebook], **sizes, size_source=spec.size_source)
         for number, codebook in enumerate(spec.expert_codebooks())
     )
-    return PlannedProjection(name, inputs, outputs, *rotation, experts)
+    return PlannedProjection(name, **sizes, experts=experts)
 
 
 def _check_path(config: object) -> None:

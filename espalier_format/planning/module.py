@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.checkpoint.components import Component, component_of
@@ -42,7 +42,10 @@ class PlannedModule:
     elements.
 
     >>> from espalier_format.codec.codebook import get_codebook
-    >>> module = PlannedModule("model.layers.0.mlp.down_proj", get_codebook("e2m1@2"), 512, 2048, 128, 128)
+    >>> module = PlannedModule(
+    ...     "model.layers.0.mlp.down_proj", get_codebook("e2m1@2"),
+    ...     in_features=512, out_features=2048, rotation_in=128, rotation_out=128,
+    ... )
     >>> module.row_parallel(rank=1, world=4).trellis_rows
     ((8, 16),)
     >>> module.row_parallel(rank=1, world=8)
@@ -53,6 +56,7 @@ block of 128
 
     name: str
     codebook: Codebook
+    _: KW_ONLY
     in_features: int
     out_features: int
     rotation_in: int

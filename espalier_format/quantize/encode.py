@@ -101,5 +101,5 @@ def _encode(
         "sum_of_squares": encoded.stats.energy,
         "hessian": hessian is not None,
     }
-    digest = decode_digest(encoded.trellis, codebook, options.threads)
+    digest = decode_digest(encoded.trellis, codebook, threads=options.threads)
     return state.add_result(number, module.name, encoded, digest, report)

@@ -89,7 +89,7 @@ def make_plan(linears: Mapping[str, Linear], recipe: Recipe, *, exl3: bool) -> P
     modules: list[ModulePlan] = []
     kept: list[Linear] = []
     for linear in linears.values():
-        found = next(((n, rule) for n, rule in enumerate(recipe.rules) if rule.matches(linear.name)), None)
+        found = recipe.rule_for(linear.name)
         if found is None or not found[1].codebooks or linear.fixed:
             if exl3:
                 _refuse_unkeepable(linear)

@@ -71,9 +71,9 @@ class Recipe:
     rules: tuple[Rule, ...]
     bits: float | None = None
 
-    def rule_for(self, module: str) -> Rule | None:
-        """Return the first rule that matches."""
-        return next((rule for rule in self.rules if rule.matches(module)), None)
+    def rule_for(self, module: str) -> tuple[int, Rule] | None:
+        """Return the first rule that matches the module of that name, with its place among the rules."""
+        return next(((place, rule) for place, rule in enumerate(self.rules) if rule.matches(module)), None)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:

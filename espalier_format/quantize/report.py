@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from espalier_format.read_only import ReadOnlyDict
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
@@ -28,6 +30,9 @@ class ModuleReport:
     measured: Mapping[str, float]
     weight: float
     warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", ReadOnlyDict(self.measured))
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object."""

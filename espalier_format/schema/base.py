@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from espalier_format.errors import SchemaError
+from espalier_format.read_only import ReadOnlyDict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,6 +92,9 @@ def _in_pieces(value: Any, validate: Any) -> Any:
 
 Large = WrapValidator(_in_pieces)
 """Annotation of mapping and tuple fields that may have very many entries: hostile ones must not all be reported."""
+
+ReadOnly = AfterValidator(ReadOnlyDict)
+"""Annotation of mapping fields: what is kept cannot be changed, as the object that holds it."""
 
 _PART: Final = r"[^.\x00-\x1f]+"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from espalier_format.errors import FeatureError, FormatVersionError, SchemaError, SourceError
+from espalier_format.read_only import ReadOnlyDict
 from espalier_format.schema.base import (
     Document,
     DottedName,
@@ -15,6 +16,7 @@ from espalier_format.schema.base import (
     JsonArray,
     Large,
     NotNull,
+    ReadOnly,
     Sha256Hex,
     Size,
     Text,
@@ -90,11 +92,11 @@ class Source(FrozenModel):
     """
 
     format: Annotated[str, Field(min_length=1)]
-    quantization_config: Mapping[str, object] | None = None
+    quantization_config: Annotated[Mapping[str, object], ReadOnly] | None = None
     packed_signs: Annotated[tuple[Text, ...], JsonArray, Large] = ()
     unpadded_bias: Annotated[tuple[Text, ...], JsonArray, Large] = ()
-    replaced_config: Mapping[str, object] = Field(default_factory=dict)
-    carried_files: Annotated[Mapping[Text, Text], Large] = Field(default_factory=dict)
+    replaced_config: Annotated[Mapping[str, object], ReadOnly] = Field(default_factory=ReadOnlyDict)
+    carried_files: Annotated[Mapping[Text, Text], Large, ReadOnly] = Field(default_factory=ReadOnlyDict)
     index: bool | None = None
     tensor_list_sha256: Sha256Hex | None = None
     seed: int | None = None
@@ -132,9 +134,9 @@ class QuantizationConfig(FrozenModel):
     producer: Producer
     bits: Annotated[float, Field(ge=0)]
     head_bits: Annotated[float, Field(ge=0)] | None
-    codebooks: Annotated[Mapping[Text, CodebookConstants], Large]
-    modules: Annotated[Mapping[DottedName, ModuleSpec], Large]
-    expert_banks: Annotated[Mapping[DottedName, ExpertBank], Large]
+    codebooks: Annotated[Mapping[Text, CodebookConstants], Large, ReadOnly]
+    modules: Annotated[Mapping[DottedName, ModuleSpec], Large, ReadOnly]
+    expert_banks: Annotated[Mapping[DottedName, ExpertBank], Large, ReadOnly]
     ignore: Annotated[tuple[DottedName, ...], JsonArray, Large]
     source: Annotated[Source | None, NotNull()] = None
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from espalier_format.limits import MAX_CONFIG_STRING_BYTES
-from espalier_format.schema.base import FrozenModel, JsonArray, Large, SimpleName, Size, Text
+from espalier_format.schema.base import FrozenModel, JsonArray, Large, ReadOnly, SimpleName, Size, Text
 
 ASSIGNMENT_ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 """Character *i* of the alphabet stands for entry *i* of a projection's ``codebooks``."""
@@ -98,7 +98,7 @@ class ExpertBank(FrozenModel):
 
     # An assignment has one character per expert, and no string is longer.
     num_experts: Annotated[int, Field(ge=1, le=MAX_CONFIG_STRING_BYTES)]
-    projections: Annotated[Mapping[SimpleName, Projection], Field(min_length=1), Large]
+    projections: Annotated[Mapping[SimpleName, Projection], Field(min_length=1), Large, ReadOnly]
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON object, keys in the order of the specification."""

@@ -17,6 +17,7 @@ from espalier_format.schema.base import (
     FrozenModel,
     Large,
     NotNull,
+    ReadOnly,
     Sha1Hex,
     Sha256Hex,
     Text,
@@ -71,8 +72,8 @@ class Manifest(FrozenModel):
     # with the same errors, but a field of the wrong form is a pydantic.ValidationError.
     manifest_version: Literal[1]
     producer: Producer
-    files: Annotated[Mapping[Text, FileEntry], Large]
-    decode_digests: Annotated[Annotated[Mapping[DottedName, Sha256Hex], Large] | None, NotNull()] = None
+    files: Annotated[Mapping[Text, FileEntry], Large, ReadOnly]
+    decode_digests: Annotated[Annotated[Mapping[DottedName, Sha256Hex], Large, ReadOnly] | None, NotNull()] = None
     base_model: Annotated[BaseModelReference | None, NotNull()] = None
     command: Annotated[Text | None, NotNull()] = None
 

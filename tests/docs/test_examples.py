@@ -35,6 +35,7 @@ MODULES = (
     "espalier_format.planning.bank",
     "espalier_format.planning.config_plan",
     "espalier_format.planning.module",
+    "espalier_format.read_only",
 )
 """Modules with documented functions, each of which has an example."""
 

@@ -11,10 +11,18 @@ import struct
 from pathlib import Path
 
 import pytest
-from builders import DEFAULT_BANKS, DEFAULT_MODULES, Exl3Module, Module, average_bits, espalier_draft, exl3_draft
+from builders import (
+    DEFAULT_BANKS,
+    DEFAULT_MODULES,
+    Exl3Module,
+    Module,
+    average_bits,
+    bits_of_modules,
+    espalier_draft,
+    exl3_draft,
+)
 
 from espalier_format.checkpoint import open_checkpoint
-from espalier_format.checkpoint.bits import average_bits_of
 from espalier_format.errors import MissingFileError, SourceError
 from espalier_format.operations.convert import convert_checkpoint
 from espalier_format.operations.inspect import inspect_checkpoint
@@ -95,8 +103,8 @@ def test_average_is_that_of_the_format(which: str, request: pytest.FixtureReques
     folder: Path = request.getfixturevalue(which)
     report = inspect_checkpoint(folder)
     with open_checkpoint(folder) as checkpoint:
-        expected = average_bits_of(checkpoint.modules.values())
-    assert (report.bits, report.head_bits) == (expected.bits, expected.head_bits)
+        expected = bits_of_modules(checkpoint.modules.values())
+    assert (report.bits, report.head_bits) == expected
 
 
 def test_synthetic_components(synthetic: Path) -> None:

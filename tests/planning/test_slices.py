@@ -23,7 +23,16 @@ CODEBOOKS = ("e2m1@1", "e2m1@1.5", "e2m1@2", "int5@3", "int8@6", "exl3-mul1@2.5"
 
 
 def make_module(codebook: str, inputs: int, outputs: int, rotation: tuple[int, int]) -> PlannedModule:
-    return PlannedModule("m", get_codebook(codebook), inputs, outputs, *rotation)
+    return PlannedModule(
+        "m", get_codebook(codebook), in_features=inputs, out_features=outputs, rotation_in=rotation[0],
+        rotation_out=rotation[1],
+    )  # fmt: skip
+
+
+def test_sizes_and_blocks_cannot_be_mistaken_for_each_other() -> None:
+    """Decoders take blocks before sizes: numbers without names would pass for others."""
+    with pytest.raises(TypeError, match="positional"):
+        PlannedModule("m", get_codebook("e2m1@2"), 128, 128, 64, 64)  # type: ignore[misc]
 
 
 def make_tensors(module: PlannedModule, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

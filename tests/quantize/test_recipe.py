@@ -10,7 +10,7 @@ import pytest
 from espalier_format.checkpoint.components import Component
 from espalier_format.errors import CodebookError, LimitError, MalformedError, MissingFileError, SchemaError, UsageError
 from espalier_format.quantize.presets import even_recipe, preset
-from espalier_format.quantize.recipe import read_recipe
+from espalier_format.quantize.recipe import Recipe, read_recipe
 from espalier_format.quantize.sensitivity import module_weights, read_sensitivity
 
 RECIPE = """
@@ -53,6 +53,13 @@ def test_a_recipe_is_read(tmp_path: Path) -> None:
     assert rest.codebooks == ()
 
 
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    """Some editors put one first, and a person does not see it."""
+    assert read_recipe(_recipe(tmp_path, f"\ufeff{RECIPE}")) == read_recipe(_recipe(tmp_path, RECIPE))
+    with pytest.raises(SchemaError, match="not a TOML document"):
+        read_recipe(_recipe(tmp_path, f"\ufeff\ufeff{RECIPE}"))
+
+
 def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
     recipe = read_recipe(_recipe(tmp_path, RECIPE))
     names = {
@@ -64,7 +71,8 @@ def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
         "LM_HEAD": 2,
     }
     for name, number in names.items():
-        assert recipe.rule_for(name) is recipe.rules[number], name
+        assert recipe.rule_for(name) == (number, recipe.rules[number]), name
+    assert Recipe("none", recipe.rules[:2]).rule_for("model.layers.0.mlp.up_proj") is None
 
 
 @pytest.mark.parametrize(
@@ -127,18 +135,16 @@ PUBLISHED = {
 def test_the_preset_is_the_published_layout() -> None:
     recipe = preset("espalier")
     for name, codebooks in PUBLISHED.items():
-        rule = recipe.rule_for(name)
-        assert [book.name for book in rule.codebooks] == codebooks if rule else not codebooks, name
+        found = recipe.rule_for(name)
+        assert [book.name for book in found[1].codebooks] == codebooks if found else not codebooks, name
     with pytest.raises(UsageError, match="unknown preset"):
         preset("mine")
 
 
 def test_the_even_recipe_offers_every_width() -> None:
-    rule = even_recipe(exl3=False).rule_for("model.layers.0.mlp.up_proj")
-    assert rule is not None
+    _, rule = even_recipe(exl3=False).rule_for("model.layers.0.mlp.up_proj") or pytest.fail("no rule")
     assert [book.width for book in rule.codebooks] == ["1", "1.5", "2", "2.5", "3", "3.5", "4", "5", "6"]
-    rule = even_recipe(exl3=True).rule_for("model.layers.0.mlp.up_proj")
-    assert rule is not None
+    _, rule = even_recipe(exl3=True).rule_for("model.layers.0.mlp.up_proj") or pytest.fail("no rule")
     widths = ["1", "1.5", "2", "2.5", "3", "3.5", "4", "5", "6", "7", "8"]
     assert [book.name for book in rule.codebooks] == [f"exl3-mul1@{width}" for width in widths]
 
