@@ -8,7 +8,7 @@ Which one to use:
   (`torch_decoder.TOLERANCE`).
 - `ops`: the same and products as torch operators, for runtimes: `ops.decode_codes`, `ops.decode_weight`, `ops.matmul`,
   `ops.linear` (a quantized linear layer) and `ops.expert_bank` (experts of mixed width). On a CUDA device they launch
-  the kernels of `cuda`, elsewhere plain torch.
+  the kernels of `cuda`, which `ops.prepare` compiles ahead of them, elsewhere plain torch.
 - `reference`: the specification in numpy, to be read and to be compared with. Float64, transposed and padded
   as stored; it holds whole matrices.
 - `digest`: the decode digest of a module.

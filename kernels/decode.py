@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.dtype_names import DtypeName
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
@@ -18,7 +19,9 @@ from espalier_format.kernels import torch_decoder
 from espalier_format.kernels.cuda import decode as cuda_decode
 from espalier_format.kernels.cuda.operands import check_contiguous_trellis, check_rows
 from espalier_format.kernels.linear import FLOATS, LinearOperand, decode_rows
+from espalier_format.kernels.no_derivative import call_operator, refuse_derivative
 from espalier_format.kernels.operands import padded_size
+from espalier_format.kernels.torch_dtypes import torch_dtype
 
 
 def register(library: Any) -> None:
@@ -34,6 +37,7 @@ def register(library: Any) -> None:
     library.impl("decode_weight", _weight_cpu, "CPU")
     library.impl("decode_weight", _weight_cuda, "CUDA")
     torch.library.register_fake("espalier_format::decode_weight", _weight_fake, lib=library)
+    refuse_derivative("decode_weight", library)  # that of decode_codes has no argument that could need a gradient
 
 
 def decode_codes(trellis: torch.Tensor, codebook: Codebook | str) -> torch.Tensor:
@@ -59,7 +63,7 @@ def decode_weight(
     rotation_out: int,
     in_features: int,
     out_features: int,
-    dtype: torch.dtype,
+    dtype: DtypeName | torch.dtype,
     start: int = 0,
     stop: int | None = None,
 ) -> torch.Tensor:
@@ -67,16 +71,16 @@ def decode_weight(
 
     ``trellis`` is int16 (in_p/16, out_p/16, W), ``suh`` float16 (in_p,), ``svh`` float16 (out_p,), all contiguous
     and on one device; ``codebook`` is a codebook or its name; the rotation blocks are 0, 32, 64, 128 or 256; ``dtype``
-    is float32, float16 or bfloat16; ``stop`` None is out_features. Rows need not start or stop at a rotation block or
-    a tile. The result has shape (stop - start, in_features) and is contiguous. The operator
-    ``torch.ops.espalier_format.decode_weight``.
+    is float32, float16 or bfloat16, or its name; ``stop`` None is out_features. Rows need not start or stop at a
+    rotation block or a tile. The result has shape (stop - start, in_features) and is contiguous. The operator
+    ``torch.ops.espalier_format.decode_weight``; ``backward`` through it raises UsageError, on every device.
 
     On a CUDA device and for float16 and bfloat16, weights are within `cuda.decode.TOLERANCE` of the exact ones, the
     same in every run and for every choice of rows; nothing waits for the device, and no memory is used beside the
     result, except for copies of operands whose address is no multiple of 16 bytes. The values of scales are then not
-    looked at: an infinite or NaN scale gives weights that are not finite, and a weight too large for float16 becomes an
-    infinity. Otherwise weights are within `torch_decoder.TOLERANCE`,
-    and it waits and raises.
+    looked at: whoever loads a module refuses bad ones (`load_checks.check_scales`, spec/rotation.md §5.1). Of a module
+    that nobody checked, an infinite or NaN scale gives weights that are not finite, and a weight too large for float16
+    becomes an infinity. Otherwise weights are within `torch_decoder.TOLERANCE`, and it waits and raises.
 
     Raises CodebookError, DtypeError, ShapeError, and UsageError for an unknown rotation block or dtype, tensors on
     several devices or rows that do not exist; DependencyError on a CUDA device without cuda-core; `torch_decoder` also
@@ -84,11 +88,10 @@ def decode_weight(
     """
     import espalier_format.kernels.ops  # noqa: F401, PLC0415 - as above
 
-    result: torch.Tensor = torch.ops.espalier_format.decode_weight(
-        trellis, suh, svh, get_codebook(codebook).name, rotation_in, rotation_out, in_features, out_features, dtype,
-        start, stop,
+    return call_operator(
+        torch.ops.espalier_format.decode_weight, trellis, suh, svh, get_codebook(codebook).name, rotation_in,
+        rotation_out, in_features, out_features, torch_dtype(dtype), start, stop,
     )  # fmt: skip
-    return result
 
 
 def _codes_cpu(trellis: torch.Tensor, codebook: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ from espalier_format.codec.codebook import Codebook
 from espalier_format.kernels.numpy_decoder import iter_code_rows
 
 
-def decode_digest(trellis: NDArray[Any], codebook: Codebook | str, threads: int = 1) -> str:
+def decode_digest(trellis: NDArray[Any], codebook: Codebook | str, *, threads: int = 1) -> str:
     """Return the decode digest of a module, 64 lower-case hex digits (spec/manifest.md §4).
 
     It is the SHA-256 of the module's codes as little-endian int16, row-major, in the rotated basis and padded:

@@ -24,6 +24,7 @@ from espalier_format.kernels import ops  # noqa: F401 - registers the operator
 from espalier_format.kernels.expert_bank_fallback import expert_bank_fallback
 from espalier_format.kernels.expert_bank_tensors import BankTensors, check_routing
 from espalier_format.kernels.linear import FLOATS
+from espalier_format.kernels.no_derivative import call_operator
 
 Expert = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, Codebook | str]
 """One projection of one expert: a plain weight (out_features, in_features), or (trellis, suh, svh, codebook)."""
@@ -190,16 +191,17 @@ def expert_bank(
     the result is bounded by that block and by tokens x intermediate.
 
     Raises DtypeError, ShapeError, UsageError (another device; from the torch path also an expert that the bank does not
-    have), DependencyError on a CUDA device without cuda-core and, from the torch path, ScaleOverflowError.
+    have), DependencyError on a CUDA device without cuda-core and, from the torch path, ScaleOverflowError. It is for
+    inference: ``backward`` through the operator raises UsageError, on every device.
     """
     bank = operand.bank
     if len(operand.plain):  # not its truth: of an empty mapping behind a proxy, torch.compile takes that for true
         check_routing(x, expert_ids, expert_weights, bank)
         return expert_bank_fallback(x, expert_ids, expert_weights, bank, operand.plain)
-    result: torch.Tensor = torch.ops.espalier_format.expert_bank(
-        x, expert_ids, expert_weights, bank.trellis, bank.scales, bank.offsets, bank.codebook_index, bank.spelling
-    )
-    return result
+    return call_operator(
+        torch.ops.espalier_format.expert_bank, x, expert_ids, expert_weights, bank.trellis, bank.scales, bank.offsets,
+        bank.codebook_index, bank.spelling,
+    )  # fmt: skip
 
 
 def _codebook_name(expert: Expert) -> str | None:

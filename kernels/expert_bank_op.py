@@ -6,6 +6,7 @@ from typing import Any
 
 from espalier_format.kernels.expert_bank_fallback import expert_bank_fallback
 from espalier_format.kernels.expert_bank_tensors import BankTensors, check_bank, check_routing
+from espalier_format.kernels.no_derivative import refuse_derivative
 
 # The others first: they say what to install where torch is missing.
 import torch  # isort: skip
@@ -20,6 +21,7 @@ def register(library: Any) -> None:
     library.impl("expert_bank", _expert_bank_cpu, "CPU")
     library.impl("expert_bank", _expert_bank_cuda, "CUDA")
     torch.library.register_fake("espalier_format::expert_bank", _expert_bank_fake, lib=library)
+    refuse_derivative("expert_bank", library)
 
 
 def _expert_bank_cpu(

@@ -6,10 +6,12 @@ CUDA kernels, a few tiles in registers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
-from espalier_format.codec.codebook import Codebook
+from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import DependencyError, DtypeError, ShapeError, UsageError
@@ -22,10 +24,20 @@ except ImportError as error:
     raise DependencyError("linear layers need torch: pip install torch") from error
 
 from espalier_format.kernels import torch_decoder
+from espalier_format.kernels.no_derivative import call_operator
 from espalier_format.kernels.numpy_decoder import row_blocks
+
+if TYPE_CHECKING:
+    from espalier_format.checkpoint.module import QuantizedModule
+    from espalier_format.codec.rounding import OutputDtype
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that activations may have."""
+
+_BIAS_DTYPES: Final[Mapping[str, OutputDtype]] = MappingProxyType(
+    {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+)
+"""Dtypes of a bias that are kept."""
 
 CPU_BLOCK: Final = 2 << 20
 GPU_BLOCK: Final = 128 << 20
@@ -37,8 +49,9 @@ class LinearOperand:
     """A quantized module as the right-hand side of a product: the tensors of spec/espalier-v1.md and their meaning.
 
     Checked when it is made, without looking at a single number, so that it costs microseconds and works on the
-    "meta" device: raises DtypeError, ShapeError, and UsageError for tensors on several devices or an unknown rotation
-    block. Arguments of other types raise DtypeError where a tensor is wanted, else UsageError. Compared by identity.
+    "meta" device: raises CodebookError, DtypeError, ShapeError, and UsageError for tensors on several devices or an
+    unknown rotation block. Arguments of other types raise DtypeError where a tensor is wanted, else UsageError.
+    Compared by identity. `from_module` makes one from a module of an open checkpoint.
     """
 
     trellis: torch.Tensor
@@ -48,7 +61,7 @@ class LinearOperand:
     svh: torch.Tensor
     """float16 (out_p,), finite."""
     codebook: Codebook
-    """Itself, not its name: `get_codebook` finds it."""
+    """Given as such or by its name."""
     rotation_in: int
     """Rotation block of the input side: 0, 32, 64, 128 or 256."""
     rotation_out: int
@@ -60,14 +73,52 @@ class LinearOperand:
     bias: torch.Tensor | None = None
     """float32, float16 or bfloat16 (out_features,)."""
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            trellis: torch.Tensor,
+            suh: torch.Tensor,
+            svh: torch.Tensor,
+            codebook: Codebook | str,
+            rotation_in: int,
+            rotation_out: int,
+            in_features: int,
+            out_features: int,
+            bias: torch.Tensor | None = None,
+        ) -> None: ...
+
+    @classmethod
+    def from_module(cls, module: QuantizedModule, device: torch.device | str = "cpu") -> LinearOperand:
+        """Read a module of an open checkpoint, of any format with trellises, and its bias; all is copied to the device.
+
+        Legacy signs are expanded, a bias is cut to ``out_features``, and one of float64 rounded to float32. Raises
+        NonFiniteScaleError, ScaleOverflowError for a bias beyond float32, and UsageError for a device that torch cannot
+        use.
+        """
+        from espalier_format.checkpoint.decoding import decode_plain  # noqa: PLC0415 - it needs decoders beside this
+        from espalier_format.kernels.torch_device import usable_device  # noqa: PLC0415 - as above
+
+        where = usable_device(device)
+        # Copies, for torch takes no read-only memory.
+        trellis, suh, svh = (
+            torch.from_numpy(array.copy()).to(where) for array in (module.trellis.view(), *module.scales())
+        )
+        bias = None
+        if module.bias is not None:
+            dtype = _BIAS_DTYPES.get(module.bias.dtype, "float32")
+            bias = decode_plain(module.bias, dtype, where)[: module.out_features]
+        return cls(trellis, suh, svh, module.codebook, *module.rotation, module.in_features, module.out_features, bias)
+
     def __post_init__(self) -> None:
         given: Any = self  # whatever the annotations say
+        if not isinstance(given.codebook, Codebook):
+            object.__setattr__(self, "codebook", get_codebook(given.codebook))
         if not (
             isinstance(given.trellis, torch.Tensor)
             and isinstance(given.suh, torch.Tensor)
             and isinstance(given.svh, torch.Tensor)
             and (given.bias is None or isinstance(given.bias, torch.Tensor))
-            and isinstance(given.codebook, Codebook)
             and type(given.rotation_in) is type(given.rotation_out) is int
             and type(given.in_features) is type(given.out_features) is int
         ):
@@ -89,7 +140,6 @@ class LinearOperand:
         _check_tensor("svh", self.svh)
         if self.bias is not None:
             _check_tensor("the bias", self.bias)
-        _check_codebook(self.codebook)
         _check_integer("rotation_in", self.rotation_in)
         _check_integer("rotation_out", self.rotation_out)
         _check_integer("in_features", self.in_features)
@@ -113,15 +163,14 @@ def linear(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
 
     ``x`` is float32, float16 or bfloat16 of shape (..., in_features), with any strides, on the operand's device. The
     result has its dtype and shape (..., out_features). The weights stay compressed. It is the operator
-    `espalier_format.kernels.matmul`, which says how exact it is, and what it raises.
+    `espalier_format.kernels.matmul`, which says how exact it is, what it raises, and that it has no derivative.
     """
     import espalier_format.kernels.ops  # noqa: F401, PLC0415 - registers the operator; it needs what stands here
 
-    result: torch.Tensor = torch.ops.espalier_format.matmul(
-        x, operand.trellis, operand.suh, operand.svh, operand.bias, operand.codebook.name, operand.rotation_in,
-        operand.rotation_out, operand.in_features, operand.out_features,
+    return call_operator(
+        torch.ops.espalier_format.matmul, x, operand.trellis, operand.suh, operand.svh, operand.bias,
+        operand.codebook.name, operand.rotation_in, operand.rotation_out, operand.in_features, operand.out_features,
     )  # fmt: skip
-    return result
 
 
 def check_activations(x: torch.Tensor, operand: LinearOperand) -> None:
@@ -164,11 +213,6 @@ def decode_rows(operand: LinearOperand, dtype: torch.dtype, rows: slice) -> torc
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(f"{name} must be a torch tensor", got=type(tensor).__name__)
-
-
-def _check_codebook(codebook: object) -> None:
-    if not isinstance(codebook, Codebook):
-        raise UsageError("the codebook must be what get_codebook returns", got=repr(codebook))
 
 
 def _check_integer(name: str, number: object) -> None:

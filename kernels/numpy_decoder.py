@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.dtype_names import DtypeName, parse_dtype
 from espalier_format.codec.rotation import padded
-from espalier_format.codec.rounding import OutputDtype, scale_and_round, storage_dtype
+from espalier_format.codec.rounding import scale_and_round, storage_dtype
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
 from espalier_format.kernels.operands import (
@@ -97,7 +98,7 @@ def decode_weight(
     rotation_out: int,
     in_features: int,
     out_features: int,
-    dtype: OutputDtype,
+    dtype: DtypeName,
     *,
     threads: int = 1,
 ) -> NDArray[Any]:
@@ -132,7 +133,7 @@ def decode_rows(
     rotation_out: int,
     in_features: int,
     out_features: int,
-    dtype: OutputDtype,
+    dtype: DtypeName,
     rows: slice,
     *,
     threads: int = 1,
@@ -143,7 +144,7 @@ def decode_rows(
     get them, so slices from `row_blocks` waste nothing. Raises what `decode_weight` raises, and UsageError for
     rows outside the matrix.
     """
-    codebook = get_codebook(codebook)
+    codebook, target = get_codebook(codebook), parse_dtype(dtype)
     tiles = checked_trellis(trellis, codebook)
     padded_in, padded_out = padded_size(tiles.shape)
     check_blocks(padded_in, padded_out, rotation_in, rotation_out)
@@ -153,7 +154,7 @@ def decode_rows(
     if not 0 <= start < stop <= out_features or rows.step not in (None, 1):
         raise UsageError("no such rows", expected=f"within 0:{out_features}", got=f"{rows.start}:{rows.stop}")
 
-    result = np.empty((stop - start, in_features), storage_dtype(dtype))
+    result = np.empty((stop - start, in_features), storage_dtype(target))
     values = codebook.codes.astype(np.float64)
     # log2 of what stands under the root: both block sizes, and 4 for a value_scale of one half.
     root_exponent = (max(rotation_in, 1) * max(rotation_out, 1)).bit_length() - 1 - 2 * codebook.scale_exponent
@@ -174,7 +175,7 @@ def decode_rows(
                 svh[first:last],
                 suh[left:end],
                 root_exponent,
-                dtype,
+                target,
                 out=result[first - start : last - start, left:end],
                 work=spare.reshape(-1)[: sums.size].reshape(sums.shape),
             )

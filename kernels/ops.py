@@ -3,13 +3,16 @@
 - `decode_codes` and `decode_weight`: a module, or some of its rows
 - `matmul`, and `linear` with a `LinearOperand`: the product with a module
 - `expert_bank` with an `ExpertBankOperand`: the experts of a layer
+- `prepare`: compile what these will need, ahead of them
 
 Importing this module registers the operators. Each has an implementation for CPUs in plain torch, one for CUDA that
 launches on the current stream and waits for nothing, and a fake one, so that ``torch.compile`` in its default mode can
 trace it, and the caller can record it in a CUDA graph. Not supported, and not tested, is the mode "reduce-overhead",
-with graphs of torch's own that share memory (cudagraph trees): counters are kept for each capture. Operands are checked
-before anything is launched; errors are those of `espalier_format.errors`. Needs torch; cuda-core is imported, and a
-kernel compiled, at the first call with tensors on a CUDA device: call an operation once before capturing a graph.
+with graphs of torch's own that share memory (cudagraph trees): counters outlive their capture. Operands are checked
+before anything is launched, but not their values on a CUDA device: whoever loads a module does that (`load_checks`).
+Errors are those of `espalier_format.errors`. They are for inference, and have no derivative. Needs torch; cuda-core is
+imported, and a kernel compiled, at the first call with tensors on a CUDA device, or by `prepare`: call an operation
+once before capturing a graph.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from espalier_format.kernels import matmul as _matmul
 from espalier_format.kernels.decode import decode_codes, decode_weight
 from espalier_format.kernels.linear import LinearOperand, linear
 from espalier_format.kernels.matmul import matmul
+from espalier_format.kernels.prepare import prepare
 
 if TYPE_CHECKING:
     from espalier_format.kernels.expert_bank import ExpertBankOperand, expert_bank
@@ -43,6 +47,7 @@ __all__ = [
     "expert_bank",
     "linear",
     "matmul",
+    "prepare",
     "register",
 ]
 

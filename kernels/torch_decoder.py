@@ -17,21 +17,20 @@ from typing import Any, Final, NamedTuple
 from numpy.typing import NDArray
 
 from espalier_format.codec.codebook import Codebook, get_codebook
+from espalier_format.codec.dtype_names import DtypeName
 from espalier_format.codec.rotation import kronecker_factors, padded
-from espalier_format.codec.rounding import OutputDtype
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import (
     DtypeError,
     NonFiniteScaleError,
     ScaleOverflowError,
     ShapeError,
-    UsageError,
 )
 from espalier_format.kernels.operands import check_blocks, check_trellis_shape, check_true_size, padded_size
 from espalier_format.kernels.windows import places, window_starts
 
 # torch_dtypes first: it says what to install where torch is missing.
-from espalier_format.kernels.torch_dtypes import TORCH_DTYPES  # isort: skip
+from espalier_format.kernels.torch_dtypes import torch_dtype  # isort: skip
 import torch
 
 
@@ -98,7 +97,7 @@ def decode_weight(
     rotation_out: int,
     in_features: int,
     out_features: int,
-    dtype: OutputDtype | torch.dtype,
+    dtype: DtypeName | torch.dtype,
 ) -> torch.Tensor:
     """Decode the weight of a module as a Hugging Face ``.weight``, within `TOLERANCE`, on the trellis's device.
 
@@ -112,7 +111,7 @@ def decode_weight(
     for float16, and UsageError for an unknown dtype or rotation block.
     """
     codebook = get_codebook(codebook)
-    target = _torch_dtype(dtype)
+    target = torch_dtype(dtype)
     _check_trellis(trellis, codebook)
     padded_in, padded_out = padded_size(tuple(trellis.shape))
     check_blocks(padded_in, padded_out, rotation_in, rotation_out)
@@ -224,13 +223,6 @@ def _unpack_to(trellis: torch.Tensor, states: torch.Tensor) -> None:
 
 def _block_size(tensor: torch.Tensor) -> tuple[int, int, int]:
     return _CPU_BLOCK if tensor.device.type == "cpu" else _GPU_BLOCK
-
-
-def _torch_dtype(dtype: OutputDtype | torch.dtype) -> torch.dtype:
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if name not in TORCH_DTYPES:
-        raise UsageError("no such output dtype", expected=list(TORCH_DTYPES), got=name)
-    return TORCH_DTYPES[name]
 
 
 def _check_trellis(trellis: torch.Tensor, codebook: Codebook) -> None:

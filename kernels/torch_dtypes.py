@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from espalier_format.codec.dtype_names import DtypeName, parse_dtype
 from espalier_format.codec.rounding import OutputDtype
 from espalier_format.errors import DependencyError
 
@@ -23,3 +24,8 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {name: dtype for dtype, name in OUTPUT_DTYPES.items()}
 )
 """Name of an output dtype to torch's own."""
+
+
+def torch_dtype(dtype: DtypeName | torch.dtype) -> torch.dtype:
+    """Return the output dtype of that name, or itself; UsageError for every other."""
+    return TORCH_DTYPES[parse_dtype(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."))]

@@ -54,6 +54,9 @@ _OPTIONS: Final = MappingProxyType({"std": "c++17", "diag_suppress": _UNUSED_VAR
 _CACHE_BYTES: Final = 256 << 20
 _LOGGER: Final = logging.getLogger(__name__)
 _import_lock: Final = threading.Lock()
+_cache_lock: Final = threading.Lock()
+_imported: Final[list[Any]] = []
+"""The module ``cuda.core``, once it has been needed."""
 _INCLUDE: Final = re.compile(r'^#include "([\w.]+)"[^\n]*$', re.MULTILINE)
 _GENERATED: Final = "grids.cuh"
 """Included like a file, made from the specification's grids.json."""
@@ -89,7 +92,8 @@ def compile_cubin(name: str, macros: Mapping[str, int | str], architecture: str,
     """
     source = kernel_source(name)
     key = _cache_key(source, name, macros, architecture)
-    kept = _open_cache()
+    with _cache_lock:  # opened once, with one warning where it cannot be
+        kept = _open_cache()
     if kept is not None:
         with suppress(KeyError, OSError):
             if not anew:
@@ -122,9 +126,18 @@ def compile_text(source: str, name: str, macros: Mapping[str, int | str], archit
 
 def cuda_core() -> Any:
     """Return the module ``cuda.core``; raise DependencyError where it is not installed."""
+    if not _imported:
+        # One thread at a time, and only once: another one would find a module that is half made, and the filters of
+        # warnings are those of all threads.
+        with _import_lock:
+            if not _imported:
+                _imported.append(_import_core())
+    return _imported[0]
+
+
+def _import_core() -> Any:
     try:
-        # One thread at a time: another one would find a module that is half made, and filters of warnings are of all.
-        with _import_lock, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # cuda-core warns about a driver or bindings that are older than it; they are good enough for what is used.
             warnings.simplefilter("ignore")
             import cuda.core  # noqa: PLC0415 - an optional dependency

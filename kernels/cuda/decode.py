@@ -15,7 +15,7 @@ from espalier_format.codec.codebook import CODEBOOKS, Codebook
 from espalier_format.codec.rotation import BLOCKS
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
-from espalier_format.kernels.cuda.loading import load_kernel
+from espalier_format.kernels.cuda.loading import Preparation, load_kernel, reserved_shared_memory
 from espalier_format.kernels.cuda.macros import codebook_macros
 from espalier_format.kernels.cuda.operands import aligned, aligned_operand
 from espalier_format.kernels.linear import LinearOperand
@@ -75,6 +75,8 @@ _WARPGROUP: Final = 128
 _CONSUMERS: Final = 2
 _LARGEST_ROTATION: Final = 128
 """Of that kernel."""
+_TABLE_START: Final = 1 << 10
+"""The address in shared memory where its own has to begin: TABLE_START of codebook_tables.cuh, as loads have it."""
 _STORED: Final = 8
 """Neighbours along the input that it stores at once."""
 
@@ -112,9 +114,7 @@ def decode_weight(operand: LinearOperand, dtype: torch.dtype, start: int, stop: 
     if stop == start:
         return weight
     device = operand.trellis.get_device()
-    rotations = (operand.rotation_in, operand.rotation_out)
-    whole = in_features % _STORED == 0
-    chosen = _specialisation(operand.codebook, *rotations, dtype == torch.bfloat16, whole, device)
+    chosen = _specialisation(*preparation(operand, dtype, device).arguments)
     blocks = -(-in_features // _BLOCK) * (-(-stop // _BLOCK) - start // _BLOCK)
     operand = aligned_operand(operand)  # copies have to live until the launch: only then is their memory safe to reuse
     in_tiles, out_tiles, _ = operand.trellis.shape
@@ -133,6 +133,13 @@ def decode_weight(operand: LinearOperand, dtype: torch.dtype, start: int, stop: 
         overlap=chosen.overlap,
     )
     return weight
+
+
+def preparation(operand: LinearOperand, dtype: torch.dtype, device: int) -> Preparation:
+    """Return what `decode_weight` needs on a device, for any rows; the operand may be on another one."""
+    whole = operand.in_features % _STORED == 0
+    rotations = (operand.rotation_in, operand.rotation_out)
+    return Preparation(_specialisation, (operand.codebook, *rotations, dtype == torch.bfloat16, whole, device))
 
 
 @cache
@@ -174,10 +181,15 @@ def _norm(unit: float, rotation_in: int, rotation_out: int) -> np.float32:
 
 
 def takes_warpgroups(codebook: Codebook, rotation_in: int, rotation_out: int, device: int) -> bool:
-    """Tell whether a device runs ``decode_weight_sm90.cu``, and whether it is made for a codebook and rotations."""
+    """Tell whether a device runs ``decode_weight_sm90.cu``, and whether it is made for a codebook and rotations.
+
+    Its table has a fixed address, so that a driver which reserves more or less shared memory would have it trap.
+    """
     if codebook.family not in _WARPGROUP_FAMILIES or max(rotation_in, rotation_out) > _LARGEST_ROTATION:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return reserved_shared_memory(device) == _TABLE_START
 
 
 def warpgroup_macros(codebook: Codebook, rotation_in: int, rotation_out: int, bfloat16: bool) -> dict[str, int | str]:

@@ -12,7 +12,7 @@ from espalier_format.codec.codebook import Codebook
 from espalier_format.errors import UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
-from espalier_format.kernels.cuda.loading import load_kernel
+from espalier_format.kernels.cuda.loading import Preparation, load_kernel
 from espalier_format.kernels.cuda.operands import aligned, check_aligned
 from espalier_format.kernels.cuda.workspace import arrival_counters
 from espalier_format.kernels.expert_bank_layout import BankGeometry
@@ -191,6 +191,11 @@ def _specialisation(spelling: str, bfloat: bool, device: int) -> _Specialisation
         int(chosen.macros["SLICE"]),
         torch.cuda.get_device_capability(device) >= (9, 0),
     )
+
+
+def preparation(bank: BankTensors, dtype: torch.dtype, device: int) -> Preparation:
+    """Return what `launch_expert_bank` needs on a device; the bank may be on another one."""
+    return Preparation(_specialisation, (bank.spelling, dtype == torch.bfloat16, device))
 
 
 class Cut(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from espalier_format.errors import UsageError
 from espalier_format.kernels.cuda.compiler import compile_cubin, cuda_core
@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 LOWEST_CAPABILITY: Final = (8, 0)
 """The first compute capability that has all instructions used here (mma on float16, cp.async)."""
 
-_lock: Final = threading.RLock()
+
+class Preparation(NamedTuple):
+    """Something that the first launch of a kind does and keeps: compile, load, bring a table to the device."""
+
+    call: Callable[..., object]
+    arguments: tuple[Hashable, ...]
+
+
+_lock: Final = threading.Lock()
+_locks: Final[dict[tuple[object, ...], threading.Lock]] = {}
+"""One for each specialisation of a file: who comes second, also for another device, finds the compiled code on disk."""
 
 
 def load_kernel(
@@ -29,8 +39,8 @@ def load_kernel(
 
     Compiled at the first use (or taken from disk, see `compiler.compile_cubin`) and kept for the life of the process.
     Everything that a launch would do lazily is done here, so that a kernel loaded before is safe to launch while a
-    stream is being captured; loading itself during a capture works too. Safe to call from several threads: each kernel
-    is loaded once.
+    stream is being captured; loading itself during a capture works too. Safe to call from several threads: a kernel is
+    loaded once, and different ones at the same time, each by a thread that asks for it.
 
     A damaged copy on disk is replaced. Raises DependencyError where cuda-core is missing, and UsageError for a device
     that is too old and for code that the driver refuses.
@@ -56,10 +66,21 @@ def architecture(device_index: int) -> str:
     return "sm_{}{}".format(*capability)
 
 
+@lru_cache(maxsize=32)
+def reserved_shared_memory(device_index: int) -> int:
+    """Return how many bytes of a thread block's shared memory are the driver's: its own begins behind them.
+
+    Raises DependencyError where cuda-core is missing.
+    """
+    return int(cuda_core().Device(device_index).properties.reserved_shared_memory_per_block)
+
+
 def _load(
     name: str, symbol: str, macros: tuple[tuple[str, int | str], ...], device_index: int, specific: bool
 ) -> Kernel:
     with _lock:
+        own = _locks.setdefault((name, macros, specific), threading.Lock())
+    with own:
         return _load_once(name, symbol, macros, device_index, specific)
 
 

@@ -23,7 +23,7 @@ def test_digest_hashes_int16_row_major(name: str, threads: int, random_module: C
     codes = reference.decode_codes(module.trellis, module.codebook).ravel()
     form = "<%dh" if module.codebook.is_grid else "<%de"
     data = struct.pack(form % codes.size, *codes.tolist())
-    assert decode_digest(module.trellis, module.codebook, threads) == hashlib.sha256(data).hexdigest()
+    assert decode_digest(module.trellis, module.codebook, threads=threads) == hashlib.sha256(data).hexdigest()
 
 
 def test_every_bit_of_the_trellis_counts(random_module: Callable[..., Any]) -> None:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from builders import DEFAULT_MODULES, Exl3Module, Module, espalier_draft, exl3_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from espalier_format.checkpoint import open_checkpoint
 from espalier_format.codec.codebook import CODEBOOKS
 from espalier_format.codec.rotation import BLOCKS
-from espalier_format.errors import DtypeError, NonFiniteScaleError, ShapeError, UsageError
+from espalier_format.errors import CodebookError, DtypeError, NonFiniteScaleError, ShapeError, UsageError
 from espalier_format.kernels import reference
 
 torch = pytest.importorskip("torch")
@@ -26,6 +29,15 @@ from espalier_format.kernels import linear as linear_module  # noqa: E402
 from espalier_format.kernels.linear import LinearOperand, linear  # noqa: E402
 
 Maker = Callable[..., Any]
+
+MODULES = (*DEFAULT_MODULES, Module("model.layers.0.self_attn.k_proj", 96, 64, "int5@3", (32, 32), bias="F64"))
+EXL3_MODULES = (
+    Exl3Module("model.layers.0.self_attn.q_proj", 96, 200, bias="F16"),
+    Exl3Module("model.layers.0.self_attn.k_proj", 96, 200, 3, "mul1", "F32", unpadded_bias=True, packed_su=True),
+    Exl3Module("model.layers.0.self_attn.v_proj", 96, 200, 2.5, "mul1", packed_sv=True),
+)
+LLAMA = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 8, "head_dim": 25, "num_hidden_layers": 1,
+         "intermediate_size": 96, "vocab_size": 90}  # fmt: skip
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Half the distance of 1 from its upper neighbour: the relative error of one rounding."""
@@ -132,7 +144,8 @@ def test_an_operand_can_be_meta(random_module: Maker) -> None:
         ({"suh": None}, DtypeError, "suh must be a torch tensor.*NoneType"),
         ({"svh": [1.0]}, DtypeError, "svh must be a torch tensor"),
         ({"bias": np.zeros(60, np.float32)}, DtypeError, "the bias must be a torch tensor"),
-        ({"codebook": "int6@4"}, UsageError, "the codebook must be what get_codebook returns.*'int6@4'"),
+        ({"codebook": "int6@9"}, CodebookError, "unknown codebook 'int6@9'"),
+        ({"codebook": None}, CodebookError, "unknown codebook None"),
         ({"in_features": 50.0}, UsageError, r"in_features must be an integer.*50\.0"),
         ({"out_features": "60"}, UsageError, "out_features must be an integer.*'60'"),
         ({"rotation_in": None}, UsageError, "rotation_in must be an integer"),
@@ -145,6 +158,36 @@ def test_arguments_of_other_types_are_refused(
     good = operand_of(random_module("int6@4", (32, 64), 50, 60))
     with pytest.raises(error, match=match):
         replace(good, **change)
+
+
+def test_a_codebook_by_its_name(random_module: Maker) -> None:
+    good = operand_of(random_module("int6@4", (32, 64), 50, 60))
+    assert replace(good, codebook="int6@4").codebook is good.codebook
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: espalier_draft(MODULES), lambda: exl3_draft(EXL3_MODULES, config=LLAMA)], ids=["espalier", "exl3"]
+)
+def test_modules_of_a_checkpoint(build: Callable[[], Any], tmp_path: Path) -> None:
+    """With a bias of any dtype, of the true or the padded size, and with scales of any form."""
+    with open_checkpoint(build().write(tmp_path / "checkpoint")) as checkpoint:
+        biased = 0
+        for name, module in checkpoint.modules.items():
+            operand = LinearOperand.from_module(module)
+            assert operand.codebook is module.codebook
+            x = torch.randn(3, module.in_features)
+            expected = x @ checkpoint.decode(name, "float32", "cpu").T
+            if module.bias is not None:
+                biased += 1
+                assert operand.bias is not None
+                kept = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+                assert operand.bias.dtype == kept[module.bias.dtype]
+                stored = checkpoint.decode(module.bias.name, "float32")[: module.out_features]
+                expected += torch.from_numpy(stored.copy())
+            torch.testing.assert_close(linear(x, operand), expected)
+        assert biased >= 2
+        with pytest.raises(UsageError, match="not available"):
+            LinearOperand.from_module(module, "nowhere")
 
 
 def test_wrong_operands_are_refused(random_module: Maker) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier_format.codec.codebook import CODEBOOKS
+from espalier_format.codec.dtype_names import DtypeName
 from espalier_format.codec.rotation import BLOCKS, hadamard, padded
 from espalier_format.codec.rounding import MAX_SUM_BITS, OutputDtype
 from espalier_format.errors import DtypeError, NonFiniteScaleError, ScaleOverflowError, ShapeError, UsageError
@@ -138,6 +139,14 @@ def test_weights_are_correctly_rounded(
         if magnitude:
             lower = ((here + value(magnitude - 1)) / 2) ** 2
             assert square > lower or (square == lower and magnitude % 2 == 0)
+
+
+@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")])
+def test_short_names_of_dtypes(short: DtypeName, name: OutputDtype, random_module: Maker) -> None:
+    module = random_module("int8@6", (32, 64), 40, 50)
+    got, expected = (numpy_decoder.decode_weight(*module.operands(), 40, 50, dtype) for dtype in (short, name))
+    assert got.dtype == expected.dtype
+    assert got.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

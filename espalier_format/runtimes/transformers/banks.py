@@ -12,6 +12,7 @@ from espalier_format.checkpoint.module import expect_scales
 from espalier_format.errors import DuplicateTensorError, MissingTensorError, ShapeError, SourceError
 from espalier_format.kernels.expert_bank import ExpertBankOperand
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS
+from espalier_format.kernels.load_checks import check_bank_scales
 from espalier_format.kernels.torch_dtypes import OUTPUT_DTYPES
 from espalier_format.runtimes.transformers.experts import BankPlan, QuantizedExperts
 from espalier_format.runtimes.transformers.sizes import check_sizes
@@ -120,7 +121,7 @@ def read_bank(checkpoint: Checkpoint, name: str, plan: BankPlan, dtype: torch.dt
 
     Raises:
         NonFiniteScaleError: a scale is infinite or NaN.
-        ScaleOverflowError: a plain weight is too large for ``dtype``.
+        ScaleOverflowError: a weight is too large for ``dtype``.
         TruncatedError: a file has changed its size.
     """
     layout = plan.layout()
@@ -143,7 +144,9 @@ def read_bank(checkpoint: Checkpoint, name: str, plan: BankPlan, dtype: torch.dt
         (projection, expert): read.weight(projection, expert, sizes[projection], dtype)
         for projection, expert in _plain_experts(plan)
     }
-    return ExpertBankOperand(layout, **buffers, plain=plain)
+    operand = ExpertBankOperand(layout, **buffers, plain=plain)
+    check_bank_scales(operand, dtype, name)
+    return operand
 
 
 class _Plain:

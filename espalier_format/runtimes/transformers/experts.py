@@ -12,7 +12,7 @@ from torch import nn
 
 from espalier_format.kernels.expert_bank import ExpertBankOperand, expert_bank
 from espalier_format.kernels.expert_bank_layout import PROJECTIONS, ExpertBankLayout
-from espalier_format.runtimes.transformers.linear import apply_but_cast, is_offloaded
+from espalier_format.runtimes.transformers.linear import apply_but_cast, is_brought
 
 BUFFERS: Final = ("trellis", "scales")
 
@@ -95,7 +95,7 @@ class QuantizedExperts(nn.Module):
                 for expert in sizes.plain_experts()
             }
             kept = ExpertBankOperand(layout, **{name: tensors[name] for name in BUFFERS}, plain=plain)
-            self._operand = None if is_offloaded(self) else kept
+            self._operand = None if is_brought(self) else kept
         return kept
 
     def extra_repr(self) -> str:
@@ -104,6 +104,7 @@ class QuantizedExperts(nn.Module):
         return f"{sizes}, codebooks={', '.join(self.plan.layout().codebook_names)}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self._operand = None  # it would hold the memory that this gives back
         result: Self = apply_but_cast(self, ("scales",), fn, super()._apply, recurse=recurse)
         return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self
 
 import torch
@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Module):
                 self.esp_trellis, self.esp_suh, self.esp_svh, self._book, *self.rotation, self.in_features,
                 self.out_features, bias,
             )  # fmt: skip
-            self._operand = None if is_offloaded(self) else kept
+            self._operand = None if is_brought(self) else kept
         return kept
 
     @property
@@ -84,6 +84,7 @@ class QuantizedLinear(nn.Module):
         return f"{sizes}, bias={self.bias is not None}, codebook={self.codebook}, rotation={self.rotation}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self._operand = None  # it would hold the memory that this gives back
         result: Self = apply_but_cast(self, SCALES, fn, super()._apply, recurse=recurse)
         return result
 
@@ -110,9 +111,26 @@ class JoinedLinear(nn.Module):
         return torch.cat([part(x) for part in self._parts], dim=-1)
 
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Tell whether accelerate may bring the tensors of a module for each call and take them away after it."""
-    return hasattr(module, "_hf_hook")
+def is_brought(module: nn.Module) -> bool:
+    """Tell whether accelerate brings tensors of a module for each call, and takes them away after it.
+
+    On several devices every layer has a hook, and most of these only move inputs.
+    """
+    return any(
+        getattr(hook, "offload", False)
+        and (getattr(hook, "offload_buffers", True) or any(True for _ in module.parameters(recurse=False)))
+        for hook in _hooks(getattr(module, "_hf_hook", None))
+    )
+
+
+def _hooks(hook: Any) -> Iterator[Any]:
+    """Yield a hook of accelerate, or those that it consists of."""
+    parts = getattr(hook, "hooks", None)  # a SequentialHook's
+    if parts is None:
+        yield hook
+    else:
+        for part in parts:
+            yield from _hooks(part)
 
 
 def apply_but_cast(

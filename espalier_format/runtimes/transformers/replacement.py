@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch import nn
 
 from espalier_format.checkpoint.module import expect_scales
+from espalier_format.codec.magnitude import may_overflow_float16
 from espalier_format.converters.hf_architectures import ARCHITECTURES, Join, model_types
 from espalier_format.errors import SchemaError, ShapeError, SourceError, UnexpectedTensorError, UnknownSizeError
 from espalier_format.runtimes.transformers.banks import bank_module, bank_sources, bank_tensors
@@ -50,12 +53,14 @@ def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
         UnknownSizeError: a part of a joined layer whose size is not known.
         SchemaError: config.json ties the head, which has weights of its own.
         NonFiniteScaleError: a scale is infinite or NaN.
+        ScaleOverflowError: the model is in float16, for which a weight of a linear layer is too large.
     """
     quantization = checkpoint.quantization
     if quantization is None:
         raise SourceError("is no Espalier checkpoint", path=checkpoint.folder.root)
     places = ModelNames(name for name, _ in model.named_modules())
     ignored = IgnoredNames(model)
+    half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
     tied = _tied(model)
     linears: list[str] = []
     parts: list[str] = []
@@ -95,7 +100,7 @@ def replace_modules(model: nn.Module, checkpoint: Checkpoint) -> Replacement:
     for name in parts:
         spec = quantization.modules[name]
         beside[f"{name}.weight"] = (spec.out_features, spec.in_features)
-    _check_scales(checkpoint, (*linears, *parts))
+    _check_values(checkpoint, (*linears, *parts), half=half)
     return Replacement(banks, frozenset(accounted), beside)
 
 
@@ -181,8 +186,12 @@ def _set(model: nn.Module, place: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _check_scales(checkpoint: Checkpoint, names: tuple[str, ...]) -> None:
-    modules = [checkpoint.modules[name] for name in names]
-    expect_scales(modules)
-    for module in modules:
-        module.scales()
+def _check_values(checkpoint: Checkpoint, names: tuple[str, ...], *, half: bool) -> None:
+    """Make the checks of spec/rotation.md §5.1: operators do not look at values; ``half`` is for float16."""
+    modules = {name: checkpoint.modules[name] for name in names}
+    expect_scales(modules.values())
+    for name, module in modules.items():
+        suh, svh = module.scales()
+        largest = (float(np.abs(side).max()) for side in (suh[: module.in_features], svh[: module.out_features]))
+        if half and may_overflow_float16(module.codebook, module.rotation.in_, module.rotation.out, *largest):
+            checkpoint.decode(name, "float16")  # which looks at each weight, and names the module

@@ -58,6 +58,25 @@ def test_rows(operands: tuple[Any, ...], dtype: Any, rows: tuple[int, int | None
         assert torch.allclose(got.float(), expected.float(), rtol=2**-7, atol=2**-24)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("float16", torch.float16), ("bf16", torch.bfloat16)])
+def test_a_dtype_by_its_name(operands: tuple[Any, ...], name: Any, dtype: Any) -> None:
+    assert torch.equal(decode_weight(*operands, name), decode_weight(*operands, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.float64, "torch.float16", None])
+def test_other_dtypes_are_refused(operands: tuple[Any, ...], dtype: Any) -> None:
+    with pytest.raises(UsageError, match="no such output dtype"):
+        decode_weight(*operands, dtype)
+
+
+def test_there_is_no_derivative(operands: tuple[Any, ...]) -> None:
+    """On no device: that a gradient is missing must not depend on it."""
+    trellis, suh, svh, *rest = operands
+    weight = decode_weight(trellis, suh.requires_grad_(), svh, *rest, torch.float16)
+    with pytest.raises(UsageError, match="for inference"):
+        weight.sum().backward()
+
+
 def torch_decoder_codebook(name: str) -> Any:
     from espalier_format.codec.codebook import get_codebook
 

@@ -157,9 +157,9 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"] == state["device"])
     monkeypatch.setattr(workspace, "current_raw_stream", lambda device_index: state["stream"])
     monkeypatch.setattr(workspace, "_MOST_KEPT", 2)
-    workspace._counters.clear()
+    workspace._sets.clear()
     yield state
-    workspace._counters.clear()
+    workspace._sets.clear()
 
 
 def test_counters_in_use_are_kept(counters: dict[str, int]) -> None:
@@ -172,6 +172,29 @@ def test_counters_in_use_are_kept(counters: dict[str, int]) -> None:
             assert workspace.arrival_counters(0, 8) is sets[1]
     counters["stream"] = 2
     assert workspace.arrival_counters(0, 8) is not sets[2]
+
+
+def test_a_capture_has_counters_of_its_own(counters: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it lasts; with the next one on its stream they go, whatever became of the graph."""
+    numbers = {1: 0, 2: 0}
+    monkeypatch.setattr(workspace, "_capture", lambda device_index, stream: numbers[stream])
+    monkeypatch.setattr(workspace, "_MOST_KEPT", 8)
+    own = workspace.arrival_counters(0, 8)
+    seen: list[weakref.ref[Any]] = []
+    for number in (7, 8, 9):
+        numbers.update({1: number, 2: number})
+        first = workspace.arrival_counters(0, 8)
+        counters["stream"] = 2
+        branch = workspace.arrival_counters(0, 8)
+        counters["stream"] = 1
+        assert workspace.arrival_counters(0, 8) is first
+        assert len({first.data_ptr(), branch.data_ptr(), own.data_ptr()}) == 3
+        assert all(before() is None for before in seen)
+        seen = [weakref.ref(first), weakref.ref(branch)]
+        del first, branch
+        numbers[1] = 0
+        assert workspace.arrival_counters(0, 8) is own
+    assert len(workspace._sets) == 3
 
 
 def test_the_capture_is_that_of_the_device(counters: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

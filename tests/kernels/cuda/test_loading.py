@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,6 +84,49 @@ def test_code_that_the_driver_refuses(code: dict[str, Any]) -> None:
         assert code["compiled"] == 1
 
 
+def test_different_kernels_are_compiled_at_once(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files, and one file with other macros."""
+    together = threading.Barrier(3, timeout=5)
+
+    def compile_cubin(*arguments: Any, anew: bool = False) -> bytes:
+        together.wait()
+        return b"good"
+
+    monkeypatch.setattr(loading, "compile_cubin", compile_cubin)
+    with ThreadPoolExecutor(3) as pool:
+        kernels = [
+            pool.submit(loading.load_kernel, *each, 0)
+            for each in (("k", "k", {}), ("m", "m", {}), ("k", "k", {"A": 1}))
+        ]
+        assert [kernel.result() for kernel in kernels] == [b"good"] * 3
+
+
+def test_the_same_kernel_is_compiled_once(code: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another function of the file is asked for, or another device: they find the code on disk."""
+    inside: list[int] = []
+    most: list[int] = []
+    loaded: list[str] = []
+
+    def compile_cubin(*arguments: Any, anew: bool = False) -> bytes:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return b"good"
+
+    def load_code(core: Any, cubin: bytes, name: str, symbol: str) -> bytes:
+        loaded.append(symbol)
+        return cubin
+
+    monkeypatch.setattr(loading, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(loading, "_load_code", load_code)
+    asked = [("a", 0), ("b", 0), ("a", 1), ("a", 0), ("b", 0)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(lambda each: loading.load_kernel("k", each[0], {}, each[1]), asked))
+    assert max(most) == 1
+    assert sorted(loaded) == ["a", "a", "b"]
+
+
 @pytest.mark.parametrize("multiprocessor", [100 << 10, 164 << 10, 228 << 10])
 @pytest.mark.parametrize("name", CODEBOOKS)
 def test_shared_memory(name: str, multiprocessor: int) -> None:
@@ -105,23 +151,28 @@ def test_shared_memory_of_warpgroups(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rotation", "device", "takes"),
+    ("name", "rotation", "device", "reserved", "takes"),
     [
-        ("e2m1@2", (128, 128), (9, 0), True),
-        ("exl3-mcg@3", (0, 64), (9, 0), True),
-        ("int8@5", (128, 128), (9, 0), False),
-        ("e2m1@2", (128, 256), (9, 0), False),
-        ("e2m1@2", (256, 128), (9, 0), False),
-        ("e2m1@2", (128, 128), (8, 9), False),
-        ("e2m1@2", (128, 128), (10, 0), False),
+        ("e2m1@2", (128, 128), (9, 0), 1024, True),
+        ("exl3-mcg@3", (0, 64), (9, 0), 1024, True),
+        ("int8@5", (128, 128), (9, 0), 1024, False),
+        ("e2m1@2", (128, 256), (9, 0), 1024, False),
+        ("e2m1@2", (256, 128), (9, 0), 1024, False),
+        ("e2m1@2", (128, 128), (8, 9), 1024, False),
+        ("e2m1@2", (128, 128), (10, 0), 1024, False),
+        ("e2m1@2", (128, 128), (9, 0), 0, False),  # a driver that keeps less would have the kernel trap
+        ("e2m1@2", (128, 128), (9, 0), 2048, False),
     ],
 )
 def test_who_takes_warpgroups(
     name: str,
     rotation: tuple[int, int],
     device: tuple[int, int],
+    reserved: int,
     takes: bool,
     capability: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capability(*device)
+    monkeypatch.setattr(decode, "reserved_shared_memory", lambda index: reserved)
     assert decode.takes_warpgroups(CODEBOOKS[name], *rotation, 0) == takes

@@ -72,13 +72,16 @@ def test_logits(dtype: torch.dtype, checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.capability("transformers", "generate()", device=True)
 def test_generate(checkpoint: Path) -> None:
-    """In float32 the tokens are those of the CPU; in bfloat16 those that a forward pass over all of them prefers."""
+    """In float32 the tokens are those of the CPU; in float16 those that a forward pass over all of them prefers.
+
+    Not in bfloat16, where the rounding of weights, for as many rows as that pass has, sends tokens to other experts.
+    """
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     on_cpu = runtime.load(checkpoint, dtype=torch.float32).generate(IDS, **options)
     options["attention_mask"] = options["attention_mask"].cuda()
     model = on_device(checkpoint, torch.float32)
     assert torch.equal(model.generate(IDS.cuda(), **options).cpu(), on_cpu)
-    model = on_device(checkpoint, torch.bfloat16)
+    model = on_device(checkpoint, torch.float16)
     made = model.generate(IDS.cuda(), **options)
     scores = logits(model, made)[:, IDS.shape[1] - 1 : -1]
     chosen = scores.gather(-1, made[:, IDS.shape[1] :, None].cpu())[..., 0]

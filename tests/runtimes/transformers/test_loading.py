@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from transformers.quantizers.base import HfQuantizer
 from espalier_format.checkpoint import open_checkpoint
 from espalier_format.errors import DependencyError, UsageError
 from espalier_format.runtimes import transformers as runtime
+from espalier_format.runtimes.transformers.experts import QuantizedExperts
+from espalier_format.runtimes.transformers.linear import QuantizedLinear
 
 AUTO = transformers.AutoModelForCausalLM
 IDS = torch.arange(3, 19)[None]
@@ -86,6 +89,56 @@ def test_layers_on_disk(offload_buffers: bool, llama: Path, moe: Path, tmp_path:
     assert torch.equal(logits(model), plain)
     with pytest.raises(UsageError, match="experts cannot be offloaded to disk"):
         runtime.load(moe, dtype=torch.float32, **options)
+
+
+def compressed(model: Any) -> Any:
+    """The first layer of a model whose weights are compressed: experts, or a linear one."""
+    kinds = (QuantizedExperts, QuantizedLinear)
+    return next(module for kind in kinds for module in model.modules() if isinstance(module, kind))
+
+
+@needs_accelerate
+@pytest.mark.parametrize("name", ["llama", "moe"])
+def test_operands_stay_where_hooks_only_move_inputs(name: str, request: pytest.FixtureRequest) -> None:
+    """As with a device_map of several GPUs, where accelerate hooks every layer without offloading any."""
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+
+    model = runtime.load(request.getfixturevalue(name), dtype=torch.float32)
+    plain = logits(model)
+    layer = compressed(model)
+    hooks = {
+        "alone": AlignDevicesHook("cpu"),
+        "one of several": SequentialHook(AlignDevicesHook("cpu"), AlignDevicesHook("cpu")),
+        "with parameters offloaded, of which it has none": AlignDevicesHook("cpu", offload=True),
+    }
+    for what, hook in hooks.items():
+        add_hook_to_module(layer, hook)
+        assert torch.equal(logits(model), plain)
+        kept = layer.operand()
+        assert torch.equal(logits(model), plain)
+        assert layer.operand() is kept, what
+
+
+@needs_accelerate
+@pytest.mark.parametrize("several", [False, True])
+def test_operands_go_where_tensors_do(several: bool, llama: Path) -> None:
+    """What is offloaded is not held, and what moves is not held where it was."""
+    from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
+
+    model = runtime.load(llama, dtype=torch.float32)
+    plain = logits(model)
+    layer = compressed(model)
+    moved = weakref.ref(layer.esp_trellis)
+    layer.to("meta")
+    assert moved() is None
+
+    model = runtime.load(llama, dtype=torch.float32)
+    layer = compressed(model)
+    hook = AlignDevicesHook("cpu", offload=True, offload_buffers=True)
+    add_hook_to_module(layer, SequentialHook(AlignDevicesHook("cpu"), hook) if several else hook)
+    assert torch.equal(logits(model), plain)
+    assert layer.esp_trellis.device.type == "meta"
+    assert layer._operand is None
 
 
 def cache(folder: Path, checkpoint: Path) -> Path:

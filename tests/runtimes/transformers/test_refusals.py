@@ -266,6 +266,21 @@ def test_a_plain_tensor_that_overflows(drafts: Callable[[str], Draft], tmp_path:
     AUTO.from_pretrained(draft.write(tmp_path / "infinite"), dtype=torch.float16, **options)
 
 
+@pytest.mark.parametrize(("kind", "module"), [("llama", Q_PROJ), ("llama", "lm_head"), ("moe", f"{EXPERTS}.2.up_proj")])
+def test_a_quantized_weight_that_overflows(
+    kind: str, module: str, drafts: Callable[[str], Draft], tmp_path: Path
+) -> None:
+    """When the model is loaded, as operators on a GPU do not look at values; in bfloat16 there is nothing wrong."""
+    draft = drafts(kind)
+    for side in ("esp_suh", "esp_svh"):
+        draft[f"{module}.{side}"] = Tensor.of(np.full(draft[f"{module}.{side}"].shape, 600.0), "F16")
+    folder = draft.write(tmp_path / "large")
+    with pytest.raises(errors.ScaleOverflowError, match="float16") as refusal:
+        AUTO.from_pretrained(folder, dtype=torch.float16)
+    assert module.rpartition(".")[2] in str(refusal.value)
+    AUTO.from_pretrained(folder, dtype=torch.bfloat16)
+
+
 def test_resizing_the_vocabulary(drafts: Callable[[str], Draft], tmp_path: Path) -> None:
     """The model is as it was: transformers would have resized the embedding before it fails."""
     model: Any = AUTO.from_pretrained(drafts("llama").write(tmp_path / "llama"))
