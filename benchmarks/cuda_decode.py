@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cuda_setup import setup
+
 CALLS = 8
 TRELLISES = 4
 REPLAYS = 15
@@ -84,18 +86,6 @@ def peer() -> Any:
 
         return exllamav3_ext
     return None
-
-
-def versions(extension: Any) -> str:
-    """Name the device and everything that was measured with."""
-    from importlib.metadata import version
-
-    import torch
-
-    names = [f"torch {torch.__version__}", f"cuda-core {version('cuda-core')}"]
-    if extension is not None:
-        names.append(f"exllamav3 {version('exllamav3')}")
-    return f"{torch.cuda.get_device_name()}; {', '.join(names)}."
 
 
 class Module:
@@ -168,7 +158,7 @@ def measure(size: int) -> list[str]:
     lines = [
         "# Decoding on a GPU",
         "",
-        versions(extension),
+        setup(),
         f"Modules of {size} x {size} weights to float16, rotation 128/128, medians of {REPLAYS} replays of a graph.",
         "Made by `python benchmarks/cuda_decode.py --write`.",
         "",

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from cuda_setup import setup
 
 from espalier_format.codec.codebook import CODEBOOKS, Codebook
 from espalier_format.encoder.branch_cost import branch_cost
@@ -116,12 +117,11 @@ def row(*columns: str) -> str:
 
 def measure(samples: torch.Tensor, *, check: bool) -> Iterator[str]:
     """Measure and yield the report's lines, in Markdown."""
-    properties = torch.cuda.get_device_properties(0)
     peer = theirs(samples)
     yield from (
         "# Encoding on a GPU",
         "",
-        f"{properties.name}, {properties.multi_processor_count} multiprocessors; torch {torch.__version__}.",
+        setup(),
         "Made by `python benchmarks/cuda_encode.py --write`.",
         "",
         f"{samples.numel():,} samples of N(0, 1) on the device. Speed in million weights a second; ×: over exllamav3's",
