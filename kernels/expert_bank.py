@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Self
 
 from espalier_format.codec.codebook import Codebook, get_codebook
@@ -25,6 +24,7 @@ from espalier_format.kernels.expert_bank_fallback import expert_bank_fallback
 from espalier_format.kernels.expert_bank_tensors import BankTensors, check_routing
 from espalier_format.kernels.linear import FLOATS
 from espalier_format.kernels.no_derivative import call_operator
+from espalier_format.read_only import ReadOnlyDict
 
 Expert = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, Codebook | str]
 """One projection of one expert: a plain weight (out_features, in_features), or (trellis, suh, svh, codebook)."""
@@ -84,7 +84,7 @@ class ExpertBankOperand:
                 )
             if weight.device != self.trellis.device:
                 raise UsageError(f"{name} of expert {expert} is on another device", got=weight.device)
-        object.__setattr__(self, "plain", MappingProxyType(dict(self.plain)))
+        object.__setattr__(self, "plain", ReadOnlyDict(self.plain))
         offsets, codebook_index = layout.tables(self.trellis.device)
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "codebook_index", codebook_index)

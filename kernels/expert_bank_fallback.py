@@ -9,7 +9,7 @@ from espalier_format.codec.tile import TILE
 from espalier_format.errors import UsageError
 from espalier_format.kernels.expert_bank_layout import ALIGNMENT, PROJECTIONS
 from espalier_format.kernels.expert_bank_tensors import BankTensors
-from espalier_format.kernels.linear import LinearOperand, fallback_matmul
+from espalier_format.kernels.linear import LinearOperand, fallback_matmul, plain_linear
 
 # The others first: they say what to install where torch is missing.
 import torch  # isort: skip
@@ -42,7 +42,7 @@ def expert_bank_fallback(
     def project(rows: torch.Tensor, number: int, expert: int) -> torch.Tensor:
         weight = (plain or {}).get((PROJECTIONS[number], expert))
         if weight is not None:
-            return F.linear(rows, weight.to(rows.dtype))
+            return plain_linear(rows, weight.to(rows.dtype))
         return fallback_matmul(rows, _expert(bank, number, expert, starts[number][expert], books[number][expert]))
 
     for expert in routed:

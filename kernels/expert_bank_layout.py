@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.codec.rotation import padded
 from espalier_format.codec.tile import TILE
 from espalier_format.errors import ShapeError, UsageError
+from espalier_format.read_only import ReadOnlyDict
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def pack_trellises(sizes: Mapping[str, Sequence[int]]) -> tuple[Mapping[str, tup
             starts.append(position if size else -1)
             position += aligned_size(size)
         found[name] = tuple(starts)
-    return MappingProxyType(found), position
+    return ReadOnlyDict(found), position
 
 
 def aligned_size(size: int) -> int:
@@ -118,9 +118,7 @@ class ExpertBankLayout:
         counts = [len(projection.codebooks) for projection in (gate, up, down)]
         if counts[0] < 1 or len(set(counts)) != 1:
             raise ShapeError("the projections need as many experts each, and at least one", got=counts)
-        object.__setattr__(
-            self, "projections", MappingProxyType({name: self.projections[name] for name in PROJECTIONS})
-        )
+        object.__setattr__(self, "projections", ReadOnlyDict({name: self.projections[name] for name in PROJECTIONS}))
 
     @classmethod
     def of(
@@ -187,7 +185,7 @@ class ExpertBankLayout:
         """By projection, where its suh (num_experts, in_p) and its svh (num_experts, out_p) begin."""
         geometry = BankGeometry.read(self.spelling)
         places = {name: geometry.scale_offsets(number, self.num_experts) for number, name in enumerate(PROJECTIONS)}
-        return MappingProxyType(places)
+        return ReadOnlyDict(places)
 
     @property
     def scale_count(self) -> int:

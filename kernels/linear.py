@@ -182,6 +182,14 @@ def check_activations(x: torch.Tensor, operand: LinearOperand) -> None:
     _check_device("the activations", x, operand.trellis.device)
 
 
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``torch.nn.functional.linear`` in the dtype of ``x``: torch.autocast would compute in another one."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, weight, bias)
+
+
 def fallback_matmul(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
     """The product in plain torch, on any device: rows of W are decoded to the dtype of ``x``, a block at a time.
 
@@ -197,7 +205,7 @@ def fallback_matmul(x: torch.Tensor, operand: LinearOperand) -> torch.Tensor:
     for rows in row_blocks(operand.out_features, operand.rotation_out, operand.padded_size[0], 4 * budget):
         weight = decode_rows(operand, x.dtype, rows)
         part = None if operand.bias is None else operand.bias[rows].to(x.dtype)
-        result[..., rows] = F.linear(x, weight, part)
+        result[..., rows] = plain_linear(x, weight, part)
     return result
 
 

@@ -9,39 +9,43 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from espalier_format.codec.dtype_names import DtypeName
 from espalier_format.codec.magnitude import may_overflow_float16
 from espalier_format.errors import NonFiniteScaleError, ScaleOverflowError
 from espalier_format.kernels.linear import CPU_BLOCK, GPU_BLOCK, LinearOperand, decode_rows
 from espalier_format.kernels.numpy_decoder import row_blocks
+from espalier_format.kernels.torch_dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from espalier_format.kernels.expert_bank import ExpertBankOperand
 
 
-def check_scales(operand: LinearOperand, dtype: torch.dtype, name: str | None = None) -> None:
+def check_scales(operand: LinearOperand, dtype: DtypeName | torch.dtype, name: str | None = None) -> None:
     """Raise unless every scale of a module is finite, padding included, and no weight is too large for ``dtype``.
 
     ``dtype`` is that of the activations that the module is to be multiplied with, or of the weight that is to be
     decoded. ``name``, of the module, is for errors. Costs two passes over the scales, and only where these could make a
     weight exceed float16, which no real module comes near, the decoding of the module. Waits for the device.
 
-    Raises NonFiniteScaleError and ScaleOverflowError.
+    Raises NonFiniteScaleError and ScaleOverflowError, and UsageError for an unknown dtype.
     """
+    wanted = torch_dtype(dtype)
     for kind, scales in (("esp_suh", operand.suh), ("esp_svh", operand.svh)):
         if not bool(torch.isfinite(scales).all()):
             raise NonFiniteScaleError("holds an infinity or a NaN", tensor=kind if name is None else f"{name}.{kind}")
-    if dtype == torch.float16:
+    if wanted == torch.float16:
         _refuse_overflow(operand, name)
 
 
-def check_bank_scales(bank: ExpertBankOperand, dtype: torch.dtype, name: str | None = None) -> None:
+def check_bank_scales(bank: ExpertBankOperand, dtype: DtypeName | torch.dtype, name: str | None = None) -> None:
     """Raise as `check_scales` unless every scale of a bank is finite, and no quantized weight too large for ``dtype``.
 
-    ``name`` is that of the bank.
+    ``name`` is that of the bank. Plain experts are not looked at.
     """
+    wanted = torch_dtype(dtype)
     if not bool(torch.isfinite(bank.scales).all()):
         raise NonFiniteScaleError("esp_suh or esp_svh of an expert holds an infinity or a NaN", tensor=name)
-    if dtype != torch.float16:
+    if wanted != torch.float16:
         return
     for projection, layout in bank.layout.projections.items():
         for expert in range(bank.layout.num_experts):

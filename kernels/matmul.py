@@ -10,13 +10,18 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own abbreviation
 
 from espalier_format.codec.codebook import Codebook, get_codebook
 from espalier_format.kernels.cuda import decode as cuda_decode
 from espalier_format.kernels.cuda import matmul as cuda_matmul
 from espalier_format.kernels.cuda.operands import aligned_operand
-from espalier_format.kernels.linear import GPU_BLOCK, LinearOperand, check_activations, fallback_matmul
+from espalier_format.kernels.linear import (
+    GPU_BLOCK,
+    LinearOperand,
+    check_activations,
+    fallback_matmul,
+    plain_linear,
+)
 from espalier_format.kernels.no_derivative import call_operator, refuse_derivative
 from espalier_format.kernels.numpy_decoder import row_blocks
 
@@ -29,8 +34,10 @@ MOST_FUSED_ROWS: Final = 64
 def fused_rows(weights: int) -> int:
     """Return the most rows for which a weight of so many elements is decoded inside the product on a CUDA device.
 
-    With more, decoding it first and multiplying by cuBLAS is faster on an H200 (benchmarks/results/cuda-matmul.md). A
-    small weight is decoded soon, and leaves a product that decodes too few thread blocks to share its rows.
+    With more, decoding it first and multiplying by cuBLAS is about as fast or faster on an H200, but for the largest
+    weights, where it costs up to a third at 96 rows (benchmarks/results/cuda-matmul.md): one launch takes
+    `MOST_FUSED_ROWS`. A small weight is decoded soon, and leaves a product that decodes too few thread blocks to share
+    its rows.
     """
     return next((rows for below, rows in _FUSED_ROWS if weights < below), MOST_FUSED_ROWS)
 
@@ -144,7 +151,7 @@ def _decode_then_multiply(x: torch.Tensor, operand: LinearOperand) -> torch.Tens
 
     def product(block: slice) -> torch.Tensor:
         weight = cuda_decode.decode_weight(operand, x.dtype, block.start, block.stop)
-        return F.linear(x, weight, None if bias is None else bias[block])
+        return plain_linear(x, weight, None if bias is None else bias[block])
 
     padded_in, _ = operand.padded_size
     blocks = tuple(row_blocks(operand.out_features, operand.rotation_out, padded_in, 4 * GPU_BLOCK))

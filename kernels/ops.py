@@ -30,6 +30,7 @@ except ImportError as error:
 from espalier_format.kernels import decode as _decode
 from espalier_format.kernels import expert_bank_op as _expert_bank_op
 from espalier_format.kernels import matmul as _matmul
+from espalier_format.kernels import no_derivative as _no_derivative
 from espalier_format.kernels.decode import decode_codes, decode_weight
 from espalier_format.kernels.linear import LinearOperand, linear
 from espalier_format.kernels.matmul import matmul
@@ -54,7 +55,7 @@ __all__ = [
 NAMESPACE: Final = "espalier_format"
 """The operators are ``torch.ops.<NAMESPACE>.<name>``."""
 
-_MODULES: Final = (_decode, _matmul, _expert_bank_op)
+_MODULES: Final = (_no_derivative, _decode, _matmul, _expert_bank_op)
 """Each has ``register(library)``, which defines its operators and implements them for CPU, CUDA and Meta."""
 
 _lock: Final = threading.Lock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +16,7 @@ from espalier_format.kernels.cuda import matmul as cuda_matmul
 from espalier_format.kernels.cuda.loading import Preparation
 from espalier_format.kernels.linear import LinearOperand
 from espalier_format.kernels.matmul import fused_rows
+from espalier_format.kernels.torch_device import usable_device
 from espalier_format.kernels.torch_dtypes import torch_dtype
 
 if TYPE_CHECKING:
@@ -41,14 +42,17 @@ def prepare(
     plain torch, there is nothing to do. Kernels that are not on disk are compiled as many at a time as there are
     processors. Safe to call while other threads compute products.
 
-    Raises UsageError for rows below 1, an unknown dtype, a device that is too old or has too little shared memory, and
-    a weight that is too large; DependencyError without cuda-core.
+    Raises UsageError for rows below 1, an unknown dtype, a device that is not there, is too old or has too little
+    shared memory, and a weight that is too large; DependencyError without cuda-core.
     """
-    if rows is not None and rows < 1:
-        raise UsageError("rows must be at least 1", got=rows)
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise UsageError("rows must be a whole number, at least 1", got=repr(rows))
+    if device is not None:
+        device = usable_device(device)
     wanted = torch_dtype(dtype)
+    alike = {_form(operand): operand for operand in operands}  # layers of a model: few forms, and planning takes time
     needed = dict.fromkeys(
-        each for operand in operands for each in _needed(operand, wanted, _ANY if rows is None else rows, device)
+        each for operand in alike.values() for each in _needed(operand, wanted, _ANY if rows is None else rows, device)
     )
     if not needed:
         return 0
@@ -56,6 +60,14 @@ def prepare(
         for done in [pool.submit(each.call, *each.arguments) for each in needed]:
             done.result()
     return len(needed)
+
+
+def _form(operand: LinearOperand | ExpertBankOperand) -> tuple[Hashable, ...]:
+    """Return all of an operand that what it needs depends on."""
+    if isinstance(operand, LinearOperand):
+        sizes = operand.rotation_in, operand.rotation_out, operand.in_features, operand.out_features
+        return operand.codebook, *sizes, operand.trellis.device
+    return operand.bank.spelling, len(operand.plain) > 0, operand.trellis.device
 
 
 def _needed(

@@ -1,4 +1,7 @@
-"""How large weights can be: a bound that follows from scales alone (spec/rotation.md §5.1)."""
+"""How large exact weights can be: a bound that follows from scales alone (spec/rotation.md §5.1).
+
+Decoders are within tolerance of them (§6), and may round one just below `FLOAT16_OVERFLOW` to an infinity.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def largest_value(codebook: Codebook) -> float:
 def weight_limit(
     codebook: Codebook, rotation_in: int, rotation_out: int, largest_suh: float, largest_svh: float
 ) -> float:
-    """Return what no weight of a module exceeds, whose true scales have these largest magnitudes.
+    """Return what no exact weight of a module exceeds, whose true scales have these largest magnitudes.
 
     A row of a rotation has the length 1, so that the magnitudes of a block of b values add up to sqrt(b) times the
     largest. Everything is exact in float64 but the root and the last product.
@@ -35,7 +38,7 @@ def weight_limit(
 def may_overflow_float16(
     codebook: Codebook, rotation_in: int, rotation_out: int, largest_suh: float, largest_svh: float
 ) -> bool:
-    """Tell whether a weight could be too large for float16; if not, no weight is. Arguments as of `weight_limit`."""
+    """Tell whether an exact weight could be too large for float16; if not, none is. Arguments as of `weight_limit`."""
     # A little less than the limit: two roundings.
     limit = weight_limit(codebook, rotation_in, rotation_out, largest_suh, largest_svh)
     return limit >= FLOAT16_OVERFLOW * (1 - 2.0**-40)

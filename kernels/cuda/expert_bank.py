@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from espalier_format.errors import UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import Preparation, load_kernel
+from espalier_format.kernels.cuda.once import once
 from espalier_format.kernels.cuda.operands import aligned, check_aligned
 from espalier_format.kernels.cuda.workspace import arrival_counters
 from espalier_format.kernels.expert_bank_layout import BankGeometry
@@ -175,9 +176,10 @@ class _Specialisation(NamedTuple):
     """Whether it may start before the one before it has ended."""
 
 
-# Without limit: captured CUDA graphs hold the address of ``numbers``, which must live as long as they may be replayed.
+# Once and without limit: captured CUDA graphs hold the address of ``numbers``, which must live as long as they may be
+# replayed.
 # There is one entry for each kind of layer of the models in a process, of a few hundred bytes.
-@cache
+@once
 def _specialisation(spelling: str, bfloat: bool, device: int) -> _Specialisation:
     properties: Any = torch.cuda.get_device_properties(device)  # not annotated in full
     chosen = plan(BankGeometry.read(spelling), bfloat, properties.shared_memory_per_block_optin)

@@ -107,7 +107,8 @@ def make_plan(
 ) -> Plan:
     """Choose how a product of 1 to ``device.max_rows`` rows is cut up; the same arguments give the same plan.
 
-    Raises UsageError for a weight that is too large for the kernel's 32-bit arithmetic in every plan.
+    Raises UsageError for a weight that is too large in every plan: for the kernel's 32-bit arithmetic, or with inputs
+    too long for the device's shared memory.
     """
     possible = candidates(codebook, rotation_in, rotation_out, k_tiles, n_tiles, rows, device)
     best = min(possible, key=lambda plan: plan.microseconds, default=None)
@@ -121,7 +122,7 @@ def make_plan(
 def candidates(
     codebook: Codebook, rotation_in: int, rotation_out: int, k_tiles: int, n_tiles: int, rows: int, device: Device
 ) -> Iterator[Plan]:
-    """Yield the plans that are possible: all numbers of the kernel's ``Cut`` fit 32 bits."""
+    """Yield the plans that are possible: all numbers of the kernel's ``Cut`` fit 32 bits, and its data the device."""
     groups = next(groups for groups in (1, 2, 4, 8) if 8 * groups >= rows)
     width = max(128, rotation_out)
     blocks = -(-n_tiles * TILE // width)
@@ -147,6 +148,8 @@ def candidates(
             ):
                 words = stage_bytes(codebook, tiles) if staged else 0
                 room = _room(rows, inputs, unit, width, WARPS * TILE * tiles // width, table, words, prepared, device)
+                if room is None:
+                    continue
                 plan = Plan(
                     rows=rows, groups=groups, tiles=tiles, column_groups=width // (TILE * tiles), buffers=room.buffers,
                     sum_sets=room.sum_sets, input_sets=room.input_sets, ranks=ranks, thread_blocks=thread_blocks,
@@ -205,8 +208,8 @@ def _divide(blocks: int, units: int, ranks: int, multiprocessors: int) -> tuple[
 def _room(
     rows: int, inputs_tiles: int, unit: int, width: int, shares: int, table: int, words: int, prepared: bool,
     device: Device,
-) -> _Room:  # fmt: skip
-    """Place inputs, sums and stages of so many bytes of words behind a table of so many bytes.
+) -> _Room | None:  # fmt: skip
+    """Place inputs, sums and stages of so many bytes of words behind a table of so many bytes, if there is room.
 
     Inputs are there in whole, equal slices, of as many tiles as fit. What that leaves goes to more buffers of sums, of
     which each share of the warps can have one, and to more sets of them.
@@ -236,7 +239,7 @@ def _room(
     def worth(room: _Room) -> tuple[bool, int, int, int]:
         return room.slice_tiles >= inputs_tiles, room.slice_tiles * room.input_sets, room.buffers, room.sum_sets
 
-    return max(rooms, key=worth)
+    return max(rooms, key=worth, default=None)
 
 
 def _slice(space: int, inputs_tiles: int, rows: int, unit: int) -> int:

@@ -17,6 +17,7 @@ from espalier_format.errors import DtypeError, ShapeError, UsageError
 from espalier_format.kernels.cuda.compiler import Variant
 from espalier_format.kernels.cuda.launch import launch
 from espalier_format.kernels.cuda.loading import architecture, load_kernel
+from espalier_format.kernels.cuda.once import once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -227,9 +228,9 @@ def _check(targets: torch.Tensor) -> None:
         raise UsageError("targets must be on a CUDA device", expected="cuda", got=targets.device)
 
 
-# Without a limit, as for kernels: a captured graph holds addresses of these tables, so that none may ever be freed.
+# Once and without a limit: a captured graph holds addresses of these tables, so that none may ever be freed.
 # There are no more of them than codebooks, of at most 256 KiB on each device.
-@cache
+@once
 def _prepared(
     cost: BranchCost, form: SearchForm, device: int
 ) -> tuple[Kernel, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -121,6 +121,18 @@ def test_many_blocks_are_one_product(
     assert sum(weight.shape[0] for weight in decoded) == 333
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_autocast_changes_nothing(dtype: Any, random_module: Maker) -> None:
+    """The result has the dtype of the activations, and so the precision."""
+    module = random_module("int6@4", (32, 64), 96, 64)
+    arrays = (torch.from_numpy(array.copy()) for array in (module.trellis, module.suh, module.svh))
+    operand = LinearOperand(*arrays, module.codebook, *module.rotation, 96, 64)
+    x = torch.randn(5, 96).to(dtype)
+    expected = linear(x, operand)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, operand), expected)
+
+
 def test_no_rows_and_strided_rows(random_module: Maker) -> None:
     module = random_module("e2m1@2", (32, 32), 40, 50)
     operand = operand_of(module)

@@ -12,7 +12,7 @@ import pytest
 from espalier_format.codec.codebook import CODEBOOKS, get_codebook
 from espalier_format.codec.magnitude import FLOAT16_OVERFLOW, largest_value, may_overflow_float16, weight_limit
 from espalier_format.conformance.tolerance import LARGEST_VALUE
-from espalier_format.errors import NonFiniteScaleError, ScaleOverflowError
+from espalier_format.errors import NonFiniteScaleError, ScaleOverflowError, UsageError
 from espalier_format.kernels import reference
 
 torch = pytest.importorskip("torch")
@@ -47,13 +47,26 @@ def test_no_weight_exceeds_the_limit(name: str, rotation: tuple[int, int], rando
     assert 0 < weight.max() <= limit
 
 
-@pytest.mark.parametrize(("block_in", "block_out"), ROTATIONS)
-def test_the_limit_is_reached(block_in: int, block_out: int) -> None:
-    """By the module whose values are the largest, with the signs of a row of either rotation: in real arithmetic."""
-    codebook = get_codebook("int6@4")
-    root = np.sqrt(max(block_in, 1) * max(block_out, 1))
-    expected = 30 * root * 300 * 7.25  # the sum of all magnitudes over the root of the number of terms
-    assert weight_limit(codebook, block_in, block_out, 300.0, 7.25) == pytest.approx(expected, rel=1e-12)
+def signs(block: int, row: int, size: int) -> np.ndarray[Any, Any]:
+    """A row of the Hadamard matrices of the specification, which are on the diagonal: (-1)^popcount(i AND j)."""
+    return np.array([(-1.0) ** (row & place % block if block else 0).bit_count() for place in range(size)])
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize(("name", "largest"), [("e2m1@2", 6), ("int6@4", 30), ("int8@6", 123)])
+def test_the_limit_is_reached(
+    name: str, largest: float, rotation: tuple[int, int], random_module: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By values that are the largest and have the signs of a row on either side: where the rows meet, all add up."""
+    module = random_module(name, rotation, 300, 200)
+    size_in, size_out = len(module.suh), len(module.svh)
+    module.suh[:], module.svh[:] = 0.5, 0.25
+    module.suh[19], module.svh[6] = -300, 7.25
+    values = largest * np.outer(signs(rotation[0], 19, size_in), signs(rotation[1], 6, size_out))
+    monkeypatch.setattr(reference, "decode_codes", lambda *_: values / module.codebook.value_scale)
+    weight = np.abs(reference.decode_weight(*module.operands()))
+    limit = weight_limit(module.codebook, *rotation, 300.0, 7.25)
+    assert weight[19, 6] == weight.max() == pytest.approx(limit, rel=1e-12)
 
 
 def test_where_float16_overflows() -> None:
@@ -164,3 +177,16 @@ def test_a_bank(random_module: Maker) -> None:
         svh[-1] = torch.nan
         with pytest.raises(NonFiniteScaleError, match=r"mlp\.experts"):
             check_bank_scales(spoilt, torch.bfloat16, "mlp.experts")
+
+
+def test_names_of_dtypes(random_module: Maker) -> None:
+    """As everywhere: a name is not another dtype that needs no check."""
+    module = random_module("int8@5", (0, 0), 90, 60)
+    module.suh[:90], module.svh[:60] = 300, 300
+    operand = operand_of(module)
+    for name in ("float16", "fp16", torch.float16):
+        with pytest.raises(ScaleOverflowError):
+            check_scales(operand, name)
+    check_scales(operand, "bfloat16")
+    with pytest.raises(UsageError, match="dtype"):
+        check_scales(operand, torch.float64)

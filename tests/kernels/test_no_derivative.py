@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad  # noqa: E402
+
 from espalier_format.codec.codebook import get_codebook  # noqa: E402
 from espalier_format.errors import UsageError  # noqa: E402
 from espalier_format.kernels import ops  # noqa: E402
@@ -25,9 +27,20 @@ def trellis() -> Any:
     return torch.arange(16 * BOOK.halfwords_per_tile, dtype=torch.int16).view(4, 4, -1)
 
 
+OPERAND = ops.LinearOperand(trellis(), scales().detach(), scales().detach(), BOOK, 32, 32, 64, 64)
+
+
+def multiply(x: Any) -> Any:
+    return ops.linear(x, OPERAND)
+
+
+def multiply_by_the_operator(x: Any) -> Any:
+    operands = (OPERAND.trellis, OPERAND.suh, OPERAND.svh, None)
+    return torch.ops.espalier_format.matmul(x, *operands, BOOK.name, 32, 32, 64, 64)
+
+
 def product() -> Any:
-    x = torch.ones(3, 64, requires_grad=True)
-    return ops.linear(x, ops.LinearOperand(trellis(), scales().detach(), scales().detach(), BOOK, 32, 32, 64, 64))
+    return multiply(torch.ones(3, 64, requires_grad=True))
 
 
 def product_by_a_scale() -> Any:
@@ -82,6 +95,86 @@ def test_a_derivative_that_nobody_needs_is_not_looked_at(enabled: bool, needed: 
     assert past is not (enabled and needed)
 
 
+MULTIPLICATIONS = [multiply, multiply_by_the_operator]
+QUIET = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, within torch
+
+
+@QUIET
+@pytest.mark.parametrize("multiplication", MULTIPLICATIONS)
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
+def test_no_tangent_is_lost(multiplication: Callable[[Any], Any], context: Callable[[], Any]) -> None:
+    """torch keeps tangents under no_grad, too. What has none is multiplied beside them."""
+    x = torch.ones(3, 64)
+    expected = multiplication(x)
+    with forward_ad.dual_level(), context():
+        with pytest.raises(UsageError, match="for inference"):
+            multiplication(forward_ad.make_dual(x, torch.ones_like(x)))
+        assert torch.equal(multiplication(x), expected)
+
+
+def jvp(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: torch.func.jvp(function, (x,), (x,))[1]
+
+
+def vjp(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: torch.func.vjp(function, x)[1](x)[0]
+
+
+TRANSFORMS = [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.func.hessian, jvp, vjp]
+
+
+@QUIET
+@pytest.mark.parametrize("multiplication", MULTIPLICATIONS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused(transform: Callable[..., Any], multiplication: Callable[[Any], Any]) -> None:
+    def total(x: Any) -> Any:
+        return multiplication(x).sum(dim=(0, 1))
+
+    function = multiplication if transform is vjp else total
+    with pytest.raises(UsageError, match="for inference"):
+        transform(function)(torch.ones(3, 64))
+
+
+@QUIET
+@pytest.mark.parametrize("multiplication", MULTIPLICATIONS)
+@pytest.mark.parametrize("transform", [torch.func.grad, jvp])
+def test_transforms_of_something_else(transform: Callable[..., Any], multiplication: Callable[[Any], Any]) -> None:
+    """Nothing flows through the product, a constant factor of what they derive."""
+    x = torch.ones(3, 64)
+    factor = multiplication(x)
+    expected = factor if transform is torch.func.grad else factor.sum()
+    assert torch.allclose(transform(lambda y: (y * multiplication(x)).sum())(x), expected)
+
+
+def test_batched_gradients_are_refused() -> None:
+    x = torch.ones(3, 64)
+    with pytest.raises(UsageError, match="for inference"):
+        torch.autograd.functional.jacobian(multiply, x, vectorize=True)
+
+
+@QUIET
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("multiplication", MULTIPLICATIONS)
+def test_what_nobody_runs_backward_is_compiled(multiplication: Callable[[Any], Any], dynamic: bool) -> None:
+    """A layer before the product may be trainable: only going back through it raises, as without compiling."""
+    embedding = torch.nn.Embedding(5, 64)
+
+    def model(tokens: Any) -> Any:
+        return multiplication(embedding(tokens))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    tokens = torch.tensor([1, 4, 2])
+    result = compiled(tokens)
+    assert result.requires_grad
+    assert torch.allclose(result, model(tokens))
+    with pytest.raises(UsageError, match=r"matmul.*for inference"):
+        result.sum().backward()
+    with torch.no_grad():
+        assert torch.allclose(compiled(tokens), result)
+
+
 def test_torch_finds_nothing_wrong() -> None:
     suh, svh = scales().detach(), scales().detach()
     sides = (trellis(), suh, svh)
@@ -89,3 +182,12 @@ def test_torch_finds_nothing_wrong() -> None:
     torch.library.opcheck(torch.ops.espalier_format.matmul.default, (torch.ones(3, 64), *sides, None, *sizes))
     torch.library.opcheck(torch.ops.espalier_format.decode_weight.default, (*sides, *sizes, torch.float32))
     torch.library.opcheck(torch.ops.espalier_format.decode_codes.default, (trellis(), BOOK.name))
+
+
+def test_the_gradient_that_is_compiled_has_a_shape() -> None:
+    """It is never computed."""
+    like = ((2, 5), torch.float16, "matmul")
+    result = torch.ops.espalier_format.no_derivative(torch.ones(3, device="meta"), *like)
+    assert (tuple(result.shape), result.dtype, result.device.type) == ((2, 5), torch.float16, "meta")
+    with pytest.raises(UsageError, match=r"matmul.*for inference"):
+        torch.ops.espalier_format.no_derivative(torch.ones(3), *like)

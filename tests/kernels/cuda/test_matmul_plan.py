@@ -139,7 +139,21 @@ def test_large_weights() -> None:
     assert all((plan.blocks * plan.units + 1) * plan.thread_blocks < 2**32 for plan in plans)
     assert max(plan.units for plan in plans) < large // 8  # the plan of single units is left out
     with pytest.raises(UsageError, match="too large"):
+        make_plan(codebook, 128, 128, 2**22, 8, 64, H200)
+    with pytest.raises(UsageError, match="too large"):
         make_plan(codebook, 128, 128, 8, 2**28 + 2**10, 1, Device(multiprocessors=132, shared_bytes=232448))
+
+
+@pytest.mark.parametrize("shared_bytes", [200 << 10, 227 << 10])
+@pytest.mark.parametrize("name", ["int5@3", "int6@4", "int8@6"])
+def test_long_inputs(name: str, shared_bytes: int) -> None:
+    """What does not fit with the larger table, or with staged words, is left out; another plan is there."""
+    codebook, device = get_codebook(name), Device(multiprocessors=132, shared_bytes=shared_bytes)
+    for rotation, rows in itertools.product((0, 128, 256), (1, 8, 64)):
+        for k in (22528, 1 << 18, 1 << 19):
+            plan = make_plan(codebook, rotation, 128, k // 16, 8, rows, device)
+            assert plan.shared_bytes <= shared_bytes
+            check_room(plan, codebook)
 
 
 @pytest.mark.slow

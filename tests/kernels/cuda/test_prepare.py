@@ -43,6 +43,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     for module in (matmul, decode):
         monkeypatch.setattr(module, "launch", lambda *arguments, **options: None)
     monkeypatch.setattr(matmul, "arrival_counters", lambda index, size: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr("espalier_format.kernels.prepare.usable_device", torch.device)
     for cached in CACHES:
         cached.cache_clear()
     yield found
@@ -94,6 +95,21 @@ def test_any_number_of_rows_and_other_devices(loaded: list[Any], monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE)
     assert prepare(operands, torch.bfloat16, device="cuda") == count
     assert [kernel[0] for kernel in loaded] == files
+
+
+@pytest.mark.parametrize(
+    ("rows", "device", "message"),
+    [
+        (0, None, "rows"),
+        (2.5, None, "rows"),
+        (True, None, "rows"),
+        (1, "nonsense", "device"),
+        (1, "cuda:977", "device"),
+    ],
+)
+def test_arguments_that_mean_nothing(rows: Any, device: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare([operand_of("e2m1@2", 128, 128)], "float16", rows=rows, device=device)
 
 
 def bank_of(*experts: Any) -> ExpertBankOperand:
