@@ -85,7 +85,9 @@ class EspalierError(Exception):
 
 
 def _is_named(line: str, tensor: str) -> bool:
-    """Tell whether a message names a tensor already: a short name such as "a" is part of many words."""
+    """Tell whether a message names a tensor already: a short name such as "a" is a word, or part of many."""
+    if len(tensor) <= 3 and f"'{tensor}'" not in line:
+        return False
     return re.search(rf"(?<![\w.-]){re.escape(tensor)}(?![\w-])", line) is not None
 
 

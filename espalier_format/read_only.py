@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 K = TypeVar("K")
@@ -23,6 +23,11 @@ class ReadOnlyDict(dict[K, V]):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def fromkeys(cls, keys: Iterable[Any], value: Any = None) -> ReadOnlyDict[Any, Any]:
+        """Return a mapping of all keys to one value."""
+        return cls(dict.fromkeys(keys, value))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("this mapping is read-only: dict(mapping) is a copy that is not")

@@ -17,7 +17,9 @@ from espalier_format.errors import ShapeError
         ("hessian", "hessian has another shape", "hessian has another shape"),
         ("m.weight", "the shape of 'm.weight' differs", "the shape of 'm.weight' differs"),
         ("m.weight", "this is m.weight.", "this is m.weight."),
-        ("m", "the parts m.suh and m.svh differ", "the parts m.suh and m.svh differ"),
+        ("m", "the parts m.suh and m.svh differ", "m: the parts m.suh and m.svh differ"),
+        ("a", "a weight is too large", "a: a weight is too large"),  # nor is a word
+        ("a", "'a' is too large", "'a' is too large"),
         ("a(b", "it is odd", "a(b: it is odd"),
     ],
 )

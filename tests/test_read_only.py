@@ -47,6 +47,7 @@ def test_it_is_a_dict_for_readers() -> None:
         assert copied == mapping
         assert type(copied) is ReadOnlyDict
     assert copy.deepcopy(mapping)["a"] is not mapping["a"]
+    assert ReadOnlyDict.fromkeys("ab", 1) == {"a": 1, "b": 1}
     changed = mapping | {"b": 2}
     changed["c"] = 3
     assert mapping == {"a": [1]}

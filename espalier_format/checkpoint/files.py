@@ -146,4 +146,5 @@ def refuse_missing_tensors(checkpoint: Checkpoint) -> None:
     if missing:
         more = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
         message = f"the index names this tensor{more}, but no shard holds it; is the download complete?"
+        message += " An index that is out of date can be deleted"
         raise IndexMismatchError(message, path=checkpoint.folder.root / INDEX_NAME, tensor=missing[0])

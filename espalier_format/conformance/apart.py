@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -20,7 +23,8 @@ from espalier_format.errors import EspalierError, UsageError
 
 # No `-m`: the other process shall find modules where this one does.
 _START: Final = (
-    "import sys; sys.path[:] = sys.argv[2:]; from espalier_format.conformance.apart import work; work(sys.argv[1])"
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from espalier_format.conformance.apart import work; work(sys.argv[1], int(sys.argv[2]))"
 )
 _REQUEST: Final = "request"
 _ANSWER: Final = "answer"
@@ -73,7 +77,8 @@ class _Failure:
 def run_apart(request: Request) -> ConformanceReport:
     """Load the decoders and run the kit in another process; what they print goes to stderr.
 
-    Only that the answer is there, whole, counts: ``os._exit(0)`` in a decoder is a failure, and so is a crash.
+    Only that the answer is there, whole, counts: ``os._exit(0)`` in a decoder is a failure, and so is a crash. If this
+    process is killed the other one ends too, and takes the temporary files with it.
 
     Raises:
         UsageError: the process ended before the kit was through.
@@ -81,8 +86,13 @@ def run_apart(request: Request) -> ConformanceReport:
     """
     with tempfile.TemporaryDirectory(prefix="espalier-conformance-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
-        command = [sys.executable, "-c", _START, folder, *sys.path]
-        status = subprocess.run(command, check=False).returncode  # noqa: S603 - this interpreter, and our own text
+        reading, writing = os.pipe()  # this process has the end that closes when it is gone
+        command = [sys.executable, "-c", _START, folder, str(reading), *sys.path]
+        try:
+            status = subprocess.run(command, check=False, pass_fds=[reading]).returncode  # noqa: S603 - our own text
+        finally:
+            os.close(reading)
+            os.close(writing)
         answer = Path(folder, _ANSWER)
         if not answer.is_file():
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -96,8 +106,13 @@ def run_apart(request: Request) -> ConformanceReport:
     return result
 
 
-def work(folder: str) -> None:
-    """Do what the folder says, and leave the answer there; the other end of `run_apart`."""
+def work(folder: str, parent: int) -> None:
+    """Do what the folder says, and leave the answer there; the other end of `run_apart`.
+
+    ``parent`` is a pipe whose other end the parent holds.
+    """
+    tempfile.tempdir = folder  # which is removed, however this process ends
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     request: Request = pickle.loads(Path(folder, _REQUEST).read_bytes())  # noqa: S301 - as above
     answer: ConformanceReport | _Failure | str
     try:
@@ -110,6 +125,12 @@ def work(folder: str) -> None:
     part = Path(folder, f"{_ANSWER}.part")
     part.write_bytes(pickle.dumps(answer))
     part.replace(Path(folder, _ANSWER))
+
+
+def _end_with(parent: int, folder: str) -> None:
+    os.read(parent, 1)  # nothing is written: it returns when the parent is gone
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def _run(request: Request) -> ConformanceReport:

@@ -41,8 +41,9 @@ def run_conformance(
     if claim is not None and claim not in LEVELS.values():
         raise UsageError("no such level", expected=sorted(set(LEVELS.values())), got=claim)
     every = replace(chosen, only=(), skip=())
-    selected = {kind: list(cases_of(kind, chosen)) for kind in LEVELS if kind in decoders}
-    total = sum(len(list(cases_of(kind, every))) for kind in selected)
+    offered = {kind: list(cases_of(kind, every)) for kind in LEVELS if kind in decoders}
+    selected = {kind: [case for case in cases if chosen.wants(case.name)] for kind, cases in offered.items()}
+    total = sum(len(cases) for cases in offered.values())
     if not any(selected.values()):
         raise UsageError("no case has such a name", got=[*chosen.only, *(f"not {name}" for name in chosen.skip)])
     results: list[CaseResult] = []
@@ -52,7 +53,8 @@ def run_conformance(
             own = [case.run(decoders[kind], bench) for case in cases]
             failed = sum(not result.passed for result in own)
             name, declared = _name(decoders[kind], kind, names), kind == "weights" and is_declared(decoders[kind])
-            kinds.append(KindResult(kind, name, len(own) - failed, failed, declared))
+            shows = kind == "load" and all(chosen.wants(case.name) for case in offered[kind] if case.to_refuse)
+            kinds.append(KindResult(kind, name, len(own) - failed, failed, declared, shows))
             results += own
     return ConformanceReport(tuple(results), tuple(kinds), total - len(results), claim)
 

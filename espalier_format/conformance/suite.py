@@ -64,6 +64,8 @@ class Case:
     name: str
     kind: Kind
     check: Callable[[Decoder, Bench], Mismatch | None]
+    to_refuse: bool = False
+    """Of the kind "load": whether it must be refused."""
 
     def run(self, decoder: Decoder, bench: Bench) -> CaseResult:
         """Call the decoder and judge what it does; one that is right but changes its inputs is wrong, too."""
@@ -105,11 +107,11 @@ def _load_cases(options: Options) -> Iterator[Case]:
         for name, module in checkpoint.all_modules().items():
             for dtype in options.dtypes:
                 check = partial(_check_load, checkpoint, name, module, dtype, options.exact)
-                yield Case(f"load/{checkpoint.name}/{name}/{dtype}", "load", check)
+                yield Case(f"load/{checkpoint.name}/{name}/{dtype}", "load", check, dtype in module.refused)
     for refusal, name in load_refusals():
         for dtype in options.dtypes:
             check = partial(_check_load_refused, refusal, name, dtype)
-            yield Case(f"load/refused/{refusal.name}/{dtype}", "load", check)
+            yield Case(f"load/refused/{refusal.name}/{dtype}", "load", check, to_refuse=True)
 
 
 def _matmul_cases(options: Options) -> Iterator[Case]:

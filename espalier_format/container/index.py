@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, Final
 
 from espalier_format.container.folder import CheckpointFolder, check_name
 from espalier_format.container.header import Header
 from espalier_format.errors import SchemaError
+from espalier_format.read_only import ReadOnlyDict
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 
@@ -63,7 +63,7 @@ class Index:
     """The content of an index; `metadata` may hold anything, usually total_size in bytes."""
 
     weight_map: Mapping[str, str]
-    metadata: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    metadata: Mapping[str, Any] = field(default_factory=ReadOnlyDict)
 
     @classmethod
     def read(cls, folder: CheckpointFolder) -> Index | None:

@@ -59,7 +59,12 @@ def take_over(
         earlier = parse_json(data, path=path, max_string=MAX_JSON_BYTES)
     except EspalierError:
         earlier = None
-    stated = earlier if isinstance(earlier, dict) else {}
+    if not isinstance(earlier, dict) or _COMMAND not in earlier:
+        raise UsageError(
+            f"the unfinished output does not say what it was begun with ({JOB_NAME} is damaged); --force begins anew",
+            path=workspace.parent.parent,
+        )
+    stated: dict[str, object] = earlier
     wanted: dict[str, object] = json.loads(text)
     different = sorted(key for key in wanted.keys() | stated.keys() if stated.get(key) != wanted.get(key))
     if different:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from espalier_format.container.durable import tell_outcome, write_error
@@ -26,6 +26,7 @@ from espalier_format.container.regular_file import open_regular, read_pieces
 from espalier_format.container.shard import CHUNK_BYTES, Shard
 from espalier_format.container.staging import Staging
 from espalier_format.errors import EspalierError, UsageError, WriteError
+from espalier_format.read_only import ReadOnlyDict
 
 _QUEUED_BYTES: Final = 8 * CHUNK_BYTES  # that wait for the hashing thread
 _OPEN_FILES: Final = 32  # that wait for the disk: a process may have 256 or 1024
@@ -136,7 +137,7 @@ class CheckpointWriter:
     @property
     def records(self) -> Mapping[str, FileRecord]:
         """Size and hashes of all files added so far; waits for the threads."""
-        return MappingProxyType({name: self._result(record, name) for name, record in self._records.items()})
+        return ReadOnlyDict({name: self._result(record, name) for name, record in self._records.items()})
 
     def add_shard(
         self,

@@ -43,7 +43,10 @@ def _numpy() -> Backend:
 def _numba() -> Backend:
     if find_spec("numba") is None:
         raise DependencyError("the numba back end needs numba: pip install numba")
-    from espalier_format.encoder import numba_backend  # noqa: PLC0415 - as above; numba takes most of a second
+    try:
+        from espalier_format.encoder import numba_backend  # noqa: PLC0415 - as above; numba takes most of a second
+    except ImportError as error:  # it refuses a numpy that is newer than it, for one
+        raise DependencyError(f"numba is installed, but cannot be imported: {error}") from error
 
     return numba_backend.search
 

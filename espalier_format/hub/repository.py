@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from espalier_format.container.folder import check_name
 from espalier_format.errors import HubError
+from espalier_format.read_only import ReadOnlyDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ def read_repository(client: HubClient, address: HubAddress) -> RemoteRepository:
     for sibling in info.siblings:
         name = check_name(sibling.rfilename, path=address.root)
         files[name] = _file(name, sibling, address)
-    return RemoteRepository(address, info.sha, bool(info.private), MappingProxyType(dict(sorted(files.items()))))
+    return RemoteRepository(address, info.sha, bool(info.private), ReadOnlyDict(sorted(files.items())))
 
 
 def _file(name: str, sibling: Any, address: HubAddress) -> RemoteFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 from espalier_format.container.atomic_file import replace_file
@@ -25,6 +24,7 @@ from espalier_format.hub.upload_report import UploadReport
 from espalier_format.operations.inspect import inspect_checkpoint
 from espalier_format.operations.verify import verify_checkpoint
 from espalier_format.operations.verify_files import read_manifest
+from espalier_format.read_only import ReadOnlyDict
 from espalier_format.schema.manifest import parse_manifest
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def upload_checkpoint(
     if chosen.private and found is not None and not found.private:
         raise UsageError(f"{address.repo_id} is there already, and public; --private is for a new repository")
     manifest = read_manifest(folder) or _write_manifest(folder)
-    repository = RemoteRepository(address, "", chosen.private, MappingProxyType({})) if found is None else found
+    repository = RemoteRepository(address, "", chosen.private, ReadOnlyDict()) if found is None else found
     warnings = _write_card(folder, manifest, hub, repository, chosen)
     plan = _plan(folder, manifest, hub, repository, chosen)
     if found is None or found.address != address:

@@ -101,7 +101,7 @@ class ExpertBankReport:
     widths: Mapping[str, Mapping[str, int]]
 
     def __post_init__(self) -> None:
-        widths = {projection: ReadOnlyDict(counts) for projection, counts in self.widths.items()}
+        widths: dict[str, Mapping[str, int]] = {name: ReadOnlyDict(counts) for name, counts in self.widths.items()}
         object.__setattr__(self, "widths", ReadOnlyDict(widths))
 
     def to_json(self) -> dict[str, object]:

@@ -31,5 +31,11 @@ def check_against_manifest(folder: CheckpointFolder) -> tuple[str, ...]:
         return (f"{error}; the sizes of the source's files have not been checked",)
     problems = {} if manifest is None else check_sizes(folder, manifest)
     for name in sorted(problems):
-        raise problems[name]
+        raise _with_remedy(problems[name])
     return ()
+
+
+def _with_remedy(error: EspalierError) -> EspalierError:
+    """Return the error with what a person can do who has changed the folder on purpose."""
+    message = f"{error.message}; if the folder was changed on purpose, delete {MANIFEST_NAME}"
+    return type(error)(message, path=error.path, tensor=error.tensor, expected=error.expected, got=error.got)

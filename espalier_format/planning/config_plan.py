@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from espalier_format.codec.codebook import get_codebook
@@ -16,6 +15,7 @@ from espalier_format.errors import SchemaError, UsageError
 from espalier_format.planning.bank import PlannedBank, PlannedProjection
 from espalier_format.planning.module import PlannedModule, TensorSpec
 from espalier_format.planning.rank import Parallelism, RankPlan, plan_rank, usual_parallelism
+from espalier_format.read_only import ReadOnlyDict
 from espalier_format.schema.config import QuantizationConfig, parse_quantization_config
 from espalier_format.schema.expert_bank import Projection
 
@@ -115,10 +115,10 @@ def plan(config: str | Path | Mapping[str, Any] | QuantizationConfig) -> Plan:
     banks: dict[str, PlannedBank] = {}
     for name, bank in checked.expert_banks.items():
         projections = {projection: _projection(name, projection, spec) for projection, spec in bank.projections.items()}
-        banks[name] = PlannedBank(name, bank.num_experts, MappingProxyType(projections))
+        banks[name] = PlannedBank(name, bank.num_experts, ReadOnlyDict(projections))
         for planned in projections.values():
             modules.update((expert.name, expert) for expert in planned.experts if expert is not None)
-    return Plan(MappingProxyType(modules), MappingProxyType(banks), checked.ignore)
+    return Plan(ReadOnlyDict(modules), ReadOnlyDict(banks), checked.ignore)
 
 
 def _projection(bank: str, name: str, spec: Projection) -> PlannedProjection:

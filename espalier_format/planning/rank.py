@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, Literal, get_args
 
 from espalier_format.errors import UsageError
 from espalier_format.planning.module import ITEM_BYTES, PlannedModule, TensorSpec
+from espalier_format.read_only import ReadOnlyDict
 from espalier_format.runtimes.tensor_parallel import ModuleSlice
 
 Parallelism = Literal["column", "row", "replicated"]
@@ -88,7 +88,7 @@ def plan_rank(
         if key not in slices:
             slices[key] = _slice(module, kind, rank, world)
         held[name] = RankModule(module, slices[key])
-    return RankPlan(rank, world, MappingProxyType(held))
+    return RankPlan(rank, world, ReadOnlyDict(held))
 
 
 def _check_integer(name: str, number: object) -> None:

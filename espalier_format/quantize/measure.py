@@ -62,7 +62,7 @@ def measure(
         EspalierError: as `sample_errors`, `input_power` and `QuantizeState`.
     """
     wanted = [module for module in modules if len(module.candidates) > 1]
-    missing = [module for module in wanted if module.name not in state.measurements]
+    missing = [module for module in wanted if not _is_whole(state.measurements.get(module.name, ()), module)]
     options = dataclasses.replace(options, scale_search_tiles=SAMPLE_TILES)
     if missing:
         progress.start(sum(module.linear.weights for module in missing) * BYTES_PER_WEIGHT, "measuring")
@@ -106,6 +106,11 @@ def _measure(module: ModulePlan, *, seed: int, hessians: Path | None, options: E
         error.tensor = error.tensor or module.name
         raise
     return [sampled.energy, _NO_HESSIAN if power is None else power, *sampled.relative_mse]
+
+
+def _is_whole(stored: Sequence[float], module: ModulePlan) -> bool:
+    """Tell whether a stored measurement is one of this module: the file may have been damaged."""
+    return len(stored) == 2 + len(module.candidates) and all(map(math.isfinite, stored))
 
 
 def _measurement(stored: Sequence[float]) -> Measurement:

@@ -30,13 +30,14 @@ from espalier_format.errors import EspalierError, WriteError
 from espalier_format.limits import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from espalier_format.encoder.options import EncodedModule
 
 _MEASUREMENTS: Final = "measurements.jsonl"
 _RESULTS: Final = "results"
 _SECONDS_PER_SYNC: Final = 10.0
+_HASH: Final = "sha256"
 TENSORS: Final = ("trellis", "suh", "svh")
 
 
@@ -115,7 +116,8 @@ class QuantizeState:
         try:
             with Shard(path) as shard:
                 notes = dict(shard.header.metadata)
-                whole = shard.header.tensors.keys() == set(TENSORS) and notes.get("sha256") == _hash(shard)
+                whole = shard.header.tensors.keys() == set(TENSORS)
+                whole = whole and notes.pop(_HASH, None) == _hash(notes, shard.chunks(0, _data_size(shard)))
             report = parse_json(notes.get("report", "").encode("utf-8", "surrogatepass"), path=path)
         except EspalierError:
             return None
@@ -138,16 +140,13 @@ class QuantizeState:
             "suh": np.ascontiguousarray(encoded.suh, "<f2"),
             "svh": np.ascontiguousarray(encoded.svh, "<f2"),
         }
-        data_hash = hashlib.sha256()
-        for array in arrays.values():
-            data_hash.update(array.data)
         notes = {
             "module": module,
             "codebook": encoded.codebook.name,
             "digest": digest,
             "report": json.dumps(report),
-            "sha256": data_hash.hexdigest(),
         }
+        notes[_HASH] = _hash(notes, (array.data for array in arrays.values()))
         kinds = {"trellis": "I16", "suh": "F16", "svh": "F16"}
         header = serialise_header([(name, kinds[name], array.shape) for name, array in arrays.items()], notes)
         path = self._path(number)
@@ -184,11 +183,16 @@ class QuantizeState:
         replace_file(path, b"".join(whole))
 
 
-def _hash(shard: Shard) -> str:
-    data_hash = hashlib.sha256()
-    for chunk in shard.chunks(0, shard.header.file_size - shard.header.data_start):
-        data_hash.update(chunk)
-    return data_hash.hexdigest()
+def _data_size(shard: Shard) -> int:
+    return shard.header.file_size - shard.header.data_start
+
+
+def _hash(notes: Mapping[str, str], chunks: Iterable[bytes | memoryview]) -> str:
+    """Return the SHA-256 of what is noted of a result and of its tensors."""
+    found = hashlib.sha256(json.dumps(notes, sort_keys=True).encode("ascii"))
+    for chunk in chunks:
+        found.update(chunk)
+    return found.hexdigest()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,3 +118,40 @@ def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_decoders(["bare_decoder:f"], "codes")
     with pytest.raises(UsageError, match="cannot find lazy_decoder:f: GeneratorExit"):
         load_decoders(["lazy_decoder:f"], "codes")
+
+
+def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
+    """The decoder's process ends with the command's, and the temporary files go."""
+    (tmp_path / "hanging.py").write_text(
+        "import os, pathlib, time\n"
+        "def codes(*_):\n"
+        "    pathlib.Path('started').write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "espalier_format", "conformance", "--decoder", "hanging:codes", "--kind", "codes"]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    started = tmp_path / "started"
+    assert _soon(lambda: started.exists() and bool(started.read_text()))
+    child = int(started.read_text())
+    assert list(temporary.iterdir())
+    run.kill()
+    run.wait()
+    assert _soon(
+        lambda: not Path(f"/proc/{child}").exists() or "State:\tZ" in Path(f"/proc/{child}/status").read_text()
+    )
+    assert _soon(lambda: not list(temporary.iterdir()))
+
+
+def _soon(condition: Callable[[], bool]) -> bool:
+    """Whether it becomes true within a minute."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,20 @@ def test_what_a_report_says(
 
 
 @pytest.mark.parametrize(
-    ("load", "verdict"), [(None, "not tested"), ((2, 0), "passed"), ((1, 1), "failed"), ((0, 0), "not tested")]
+    ("load", "verdict"),
+    [
+        (None, "not tested"),
+        ((2, 0, True), "passed"),
+        ((2, 0, False), "not tested"),
+        ((1, 1, True), "failed"),
+        ((1, 1, False), "failed"),
+        ((0, 0, True), "not tested"),
+    ],
 )
-def test_what_is_left_to_loading_has_to_be_shown(load: tuple[int, int] | None, verdict: str) -> None:
+def test_what_is_left_to_loading_has_to_be_shown(load: tuple[int, int, bool] | None, verdict: str) -> None:
     kinds = [KindResult("open", "m:f", 1, 0), KindResult("weights", "m:f", 3, 0, refuses_at_load=True)]
     if load is not None:
-        kinds.append(KindResult("load", "m:f", *load))
+        kinds.append(KindResult("load", "m:f", *load[:2], shows_refusals=load[2]))
     results = tuple(
         CaseResult(f"{kind.kind}/{number}", kind.kind, None if number < kind.passed else Mismatch("wrong"))
         for kind in kinds
@@ -73,6 +82,52 @@ def test_what_is_left_to_loading_has_to_be_shown(load: tuple[int, int] | None, v
     assert report.exit_code == (verdict != "passed")
     decoders: Any = report.to_json()["decoders"]
     assert [decoder["refuses_at_load"] for decoder in decoders] == [False, True, False][: len(kinds)]
+
+
+REFUSALS = ("load/refused/*", "load/exl3-codebooks/layers.0.e_proj/*")
+
+
+@pytest.mark.parametrize(
+    ("only", "dtypes", "verdict"),
+    [
+        (("load/dense/lm_head/*",), (), "not tested"),
+        (REFUSALS[:1], (), "not tested"),
+        (("load/refused/*/float32", REFUSALS[1]), (), "not tested"),
+        (REFUSALS, (), "passed"),
+        (REFUSALS[:1], ("float32", "bfloat16"), "passed"),
+        (REFUSALS[:1], ("float16",), "not tested"),
+    ],
+)
+def test_the_cases_that_loading_must_refuse_have_to_be_tried(
+    only: tuple[str, ...], dtypes: tuple[Any, ...], verdict: str
+) -> None:
+    """Of a program that refuses at load; whichever its options leave out, the others show nothing of them."""
+    weights = kit.refuses_at_load(partial(numpy_adapter.weights))
+    options = Options(only=("weights/edge/scale-nan/*", *only), **({"dtypes": dtypes} if dtypes else {}))
+    report = run_conformance({"weights": weights, "load": numpy_adapter.load}, options=options)
+    assert (report.verdict(2), report.failures) == (verdict, ())
+
+
+class Runtime:
+    """A runtime whose decoder is a method."""
+
+    __slots__ = ()
+
+    def weights(self, *arguments: Any) -> Any:
+        return numpy_adapter.weights(*arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.weights(*arguments)
+
+
+@pytest.mark.parametrize("decoder", [Runtime().weights, Runtime()])
+def test_any_callable_can_be_declared(decoder: Any) -> None:
+    """Methods and objects with slots take no attribute."""
+    declared = kit.refuses_at_load(decoder)
+    report = run_conformance({"weights": declared}, options=Options(only=("weights/int6@4/in0-*",)))
+    assert [kind.refuses_at_load for kind in report.kinds] == [True]
+    assert (report.failures, report.verdict(2)) == ((), "not tested")
+    assert report.kinds[0].decoder.endswith("Runtime.weights") == hasattr(decoder, "__qualname__")
 
 
 def test_a_run_of_several_kinds() -> None:

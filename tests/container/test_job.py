@@ -63,3 +63,12 @@ def test_whatever_a_job_holds_the_message_is_one_short_line(workspace: Path) -> 
     assert "another seed (\\x1b[31m , now 1) and another effort and another kkk" in line
     assert line.isprintable()
     assert len(line) < 300
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", b'{"comm', b'\xef\xbb\xbf{"command": "quantize"}'])
+def test_a_damaged_job_is_not_another_command(damaged: bytes, tmp_path: Path) -> None:
+    workspace = tmp_path / "out" / ".espalier-in-progress" / "work"
+    workspace.mkdir(parents=True)
+    (workspace / JOB_NAME).write_bytes(damaged)
+    with pytest.raises(UsageError, match=r"does not say what it was begun with \(job.json is damaged\); --force"):
+        take_over(workspace, {"command": "quantize"})

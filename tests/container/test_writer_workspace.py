@@ -161,7 +161,7 @@ def test_job_that_cannot_be_read(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _interrupted(out, PlannedTensor("a", "U8", (4,), lambda: [b"aaaa"]))
     (out / PROGRESS_NAME / "work" / "job.json").write_text("{")
-    with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
+    with pytest.raises(UsageError, match=r"job.json is damaged\); --force begins anew"):
         _write(out, resume=True)
     assert _write(out, force=True) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -324,3 +325,10 @@ def test_auto_takes_a_gpu_that_can_encode_the_codebook(
     monkeypatch.setattr(backend, "find_spec", lambda name: name == "torch" or None)
     with pytest.raises(DependencyError, match=words.replace(" to encode", "") + ".*pip install numba"):
         backend.load_backend("auto", book)
+
+
+def test_a_numba_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "espalier_format.encoder.numba_backend", None)
+    monkeypatch.delattr(sys.modules["espalier_format.encoder"], "numba_backend", raising=False)
+    with pytest.raises(DependencyError, match="numba is installed, but cannot be imported"):
+        backend.load_backend("numba")

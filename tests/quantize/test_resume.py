@@ -317,12 +317,18 @@ def test_a_spoilt_result_is_made_again(moe: Path, tmp_path: Path, monkeypatch: p
     results[0].write_bytes(data)
     results[1].write_bytes(results[1].read_bytes()[:-100])
     results[2].write_bytes(b"")
+    noted = results[3].read_bytes()
+    results[3].write_bytes(noted.replace(b'"digest":"', b'"digest":"0', 1).replace(b"0", b"", 1))
+    assert results[3].read_bytes() != noted
     (state / "results" / "000099.partial").write_bytes(b"half")
     lines = (state / "measurements.jsonl").read_bytes()
-    (state / "measurements.jsonl").write_bytes(lines[:-20])
+    first, second, third, *rest = lines.splitlines(keepends=True)
+    name = first.partition(b",")[0]
+    damaged = [name + b", []]\n", second.replace(b", [", b", [1.0, ", 1), third[:-3] + b", NaN]]\n", *rest]
+    (state / "measurements.jsonl").write_bytes(b"".join(damaged)[:-20])
     monkeypatch.setattr("espalier_format.quantize.encode.encode_module", fake_encode_module)
     report = quantize_checkpoint(moe, tmp_path / "out", preset_name="espalier", resume=True)
-    assert report.resumed == 3
+    assert report.resumed == 2
     assert _content(tmp_path / "out") == _content(tmp_path / "whole")
 
 
@@ -413,7 +419,7 @@ def test_state_of_another_form_is_not_taken_over(line: str, unfinished: Path, de
         file.write(line + "\n")
     job = (unfinished / "job.json").read_bytes()
     (unfinished / "job.json").write_text("[" * 100_000)
-    with pytest.raises(UsageError, match="begun with another command; --force begins anew"):
+    with pytest.raises(UsageError, match=r"job.json is damaged\); --force begins anew"):
         quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True)
     (unfinished / "job.json").write_bytes(job)
     assert quantize_checkpoint(dense, tmp_path / "out", bits=2.5, resume=True).resumed == 3

@@ -48,18 +48,12 @@ def weights(
 def load(folder: str, module: str, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of a module of a checkpoint, on a CUDA device if there is one: checked, and then decoded."""
     with open_checkpoint(folder) as checkpoint:
-        stored = checkpoint.modules[module]
-        arrays = (checkpoint.tensor(tensor.name) for tensor in (stored.trellis, stored.suh, stored.svh))
-        trellis, suh, svh = (torch.from_numpy(array.copy()) for array in arrays)
-        operand = LinearOperand(
-            trellis, suh, svh, stored.codebook, stored.rotation.in_, stored.rotation.out, stored.in_features,
-            stored.out_features,
-        )  # fmt: skip
+        operand = LinearOperand.from_module(checkpoint.modules[module])
     check_scales(operand, dtype, module)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return weights(
-        trellis.to(device), suh.to(device), svh.to(device), stored.codebook.name, operand.rotation_in,
-        operand.rotation_out, operand.in_features, operand.out_features, dtype,
+        operand.trellis.to(device), operand.suh.to(device), operand.svh.to(device), operand.codebook.name,
+        operand.rotation_in, operand.rotation_out, operand.in_features, operand.out_features, dtype,
     )  # fmt: skip
 
 
