@@ -35,9 +35,9 @@ def fused_rows(weights: int) -> int:
     """Return the most rows for which a weight of so many elements is decoded inside the product on a CUDA device.
 
     With more, decoding it first and multiplying by cuBLAS is about as fast or faster on an H200, but for the largest
-    weights, where it costs up to a third at 96 rows (benchmarks/results/cuda-matmul.md): one launch takes
-    `MOST_FUSED_ROWS`. A small weight is decoded soon, and leaves a product that decodes too few thread blocks to share
-    its rows.
+    weights, where it takes up to one and a half times as long at 96 rows (benchmarks/results/cuda-matmul.md): one
+    launch takes `MOST_FUSED_ROWS`. A small weight is decoded soon, and leaves a product that decodes too few thread
+    blocks to share its rows.
     """
     return next((rows for below, rows in _FUSED_ROWS if weights < below), MOST_FUSED_ROWS)
 
